@@ -82,7 +82,7 @@ TEST_SIZES: dict[str, Callable[[], Workload]] = {
     "qwen3-moe": qwen3_moe.small,
 }
 
-# Of the models that people fine-tune; apart, because what runs all of the above takes long enough.
+# Models that people fine-tune; separate, since tests of all models above take long enough.
 MORE_TEST_SIZES: dict[str, Callable[[], Workload]] = {
     "qwen3-4b": qwen3.small,
     "qwen3-30b-a3b": qwen3.small_moe,
@@ -98,7 +98,7 @@ MORE_TEST_SIZES: dict[str, Callable[[], Workload]] = {
 
 
 def without_images(name: str, make: Callable[[], Workload]) -> Callable[..., Workload]:
-    """`make` as the registry wants it: takes an image size, and refuses it."""
+    """Wrap `make` for the registry so that it takes an image size and refuses it."""
 
     def checked(*, image_size: int | None = None) -> Workload:
         if image_size is not None:
@@ -112,7 +112,7 @@ def without_images(name: str, make: Callable[[], Workload]) -> Callable[..., Wor
 
 
 def with_images(make: Callable[..., Workload]) -> Callable[..., Workload]:
-    """`make` as the registry wants it: no image size means the model's own."""
+    """Wrap `make` for the registry: no image size means the model's own."""
 
     def sized(*, image_size: int | None = None) -> Workload:
         return make() if image_size is None else make(image_size)
@@ -127,12 +127,12 @@ REGISTRY: dict[str, Callable[..., Workload]] = {
 
 
 def names() -> list[str]:
-    """The names that `build` knows."""
+    """List the names that `build` knows."""
     return list(REGISTRY)
 
 
 def build(name: str, image_size: int | None = None) -> Workload:
-    """The workload called `name`; for image models, at another image size than their own."""
+    """Build the workload `name`; an image model, optionally at another image size."""
     if name not in REGISTRY:
         close = difflib.get_close_matches(name, REGISTRY)
         meant = f" Did you mean {' or '.join(close)}?" if close else ""

@@ -23,13 +23,13 @@ from remat.workload.workload import Workload
 _SETTING = re.compile(r"(?P<name>\w+)=(?P<value>[^,]+)")
 # A Mamba layer's fast path reads the weights of these past their modules, where an adapter would not be seen.
 _MAMBA = (".out_proj", ".conv1d")
-# In a mixture peft takes these names, of whatever layer, for the experts' (`_convert_peft_config_moe`, peft 0.21).
+# In a mixture peft takes these names, in any layer, for the experts' (`_convert_peft_config_moe`, peft 0.21).
 _MLP = (".gate_proj", ".up_proj", ".down_proj")
 
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Adapters of rank `r`, with `dropout` on what they are given."""
+    """Adapters of rank `r`, with `dropout` on their inputs."""
 
     r: int
     dropout: float = 0.0
@@ -54,7 +54,7 @@ class Lora:
 
 
 def peft() -> Any:
-    """The library `peft`, or an error that says how to get it."""
+    """Return the library `peft`. Raises an error that says how to install it."""
     try:
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which peft imports, and which warns of kernels
         with warnings.catch_warnings():
@@ -66,7 +66,7 @@ def peft() -> Any:
 
 
 def with_lora(workload: Workload, lora: Lora, frozen: torch.dtype | None = torch.bfloat16) -> Workload:
-    """The same workload, training adapters alone; `frozen` is the dtype of the other weights, None for their own."""
+    """Return the workload that trains adapters alone; `frozen` is the dtype of other weights, None for their own."""
     library = peft()
 
     def build() -> nn.Module:
@@ -79,7 +79,7 @@ def with_lora(workload: Workload, lora: Lora, frozen: torch.dtype | None = torch
             warnings.simplefilter("ignore")
             adapted: Any = library.get_peft_model(model, settings)
         for parameter in adapted.parameters():
-            if parameter.requires_grad:  # which peft leaves in fp32 on the meta device, whatever it is told
+            if parameter.requires_grad:  # which peft always leaves in fp32 on the meta device
                 parameter.data = parameter.data.to(own if workload.autocast is None else torch.float32)
         return cast(nn.Module, adapted.train())
 
@@ -87,7 +87,7 @@ def with_lora(workload: Workload, lora: Lora, frozen: torch.dtype | None = torch
 
 
 def _targets(model: Any) -> list[str]:
-    """Paths of the linear layers. (peft's `all-linear` reaches into the experts of some mixtures.)"""
+    """List the paths of the linear layers. (peft's `all-linear` also reaches the experts of some mixtures.)."""
     from transformers.pytorch_utils import Conv1D  # GPT-2's linear layers
 
     head, kinds = model.get_output_embeddings(), [name for name, _ in model.named_modules()]

@@ -26,7 +26,7 @@ from remat.errors import UsageError
 from remat.workload.workload import Workload
 
 Batch = dict[str, torch.Tensor]
-NO_LABEL = -100  # what the library's losses leave out
+NO_LABEL = -100  # the label that the library's losses ignore
 
 # A language model's shape at test size, as far as families agree on it.
 SMALL: dict[str, Any] = {
@@ -43,7 +43,7 @@ TRAINING_TEXT: dict[str, Any] = {"attn_implementation": "sdpa", "use_cache": Fal
 
 
 def transformers() -> Any:
-    """The library `transformers`, or an error that says how to get it."""
+    """Return the library `transformers`. Raises an error that says how to install it."""
     try:
         import transformers as library
     except ModuleNotFoundError as error:
@@ -55,7 +55,7 @@ def transformers() -> Any:
 
 
 def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The step of every workload here: the models compute their loss themselves."""
+    """Return the loss, which all models here compute themselves; the step of every workload."""
     return model(**batch).loss
 
 
@@ -73,9 +73,9 @@ def text_workload(
     positions: int | None = None,
     labels_len: Callable[[int], int] = lambda length: length,
 ) -> Workload:
-    """A language model on random ids; `positions` is the longest sequence it has positions for, None if any.
+    """Make a language-model workload on random ids; `positions` is the maximum length, None if there is none.
 
-    `labels_len` gives the number of labels of a sequence where the two differ (encoder and decoder).
+    `labels_len` returns the number of labels of a sequence, if it differs (encoder and decoder).
     """
 
     def batch(samples: int, length: int | None) -> Batch:
@@ -104,10 +104,10 @@ def causal_workload(
     config: str | None = None,
     model: str | None = None,
 ) -> Workload:
-    """The causal language model of a `family` of transformers (`Qwen3`: Qwen3Config, Qwen3ForCausalLM) with `shape`.
+    """Make a workload of a `family` of transformers (`Qwen3`: Qwen3Config, Qwen3ForCausalLM) with `shape`.
 
-    `config` and `model` name its classes where they are called otherwise. `shape` is what the published configuration
-    says, in its own words. Raises UsageError where the transformers at hand lack the class.
+    `config` and `model` name its classes if these have other names. `shape` has the published configuration's own keys.
+    Raises UsageError if the installed transformers lack the class.
     """
     library = transformers()
     make_config, make_model = (
@@ -129,14 +129,14 @@ def causal_workload(
 
 
 def member(library: Any, class_name: str, model: str) -> Any:
-    """The class of transformers that `model` needs, or an error that says which version lacks it."""
+    """Return the class of transformers that `model` needs. Raises UsageError if this version lacks it."""
     if (found := getattr(library, class_name, None)) is None:
         raise UsageError(f"model {model} needs {class_name}, which transformers {library.__version__} does not have.")
     return found
 
 
 def padded(workload: Workload) -> Workload:
-    """The same text workload on batches whose last sample is half padding, without labels there."""
+    """Return the text workload on batches whose last sample is half padding, without labels there."""
 
     def batch(samples: int, length: int | None) -> Batch:
         made = workload.batch(samples, length)
@@ -155,7 +155,7 @@ def padded(workload: Workload) -> Workload:
 def image_workload(
     name: str, build: Callable[[], nn.Module], *, image_size: int, stride: int, labels: int, batch_size: int
 ) -> Workload:
-    """An image classifier on random square images; `stride` is what the side must be a multiple of."""
+    """Make an image classifier's workload on random square images, whose side is a multiple of `stride`."""
     if image_size < stride or image_size % stride:
         raise UsageError(
             f"image size {image_size} is not a multiple of {stride}, the stride of model {name}. "
@@ -177,9 +177,9 @@ def image_workload(
 
 
 def classifier(labels: int) -> dict[str, Any]:
-    """Options of an image classifier's configuration.
+    """Return options of an image classifier's configuration.
 
-    Left out, the problem type would be found from the first labels and written into the configuration in the
+    Without a problem type, the model would derive it from the first labels and write it into the configuration in the
     middle of a captured forward.
     """
     return {"num_labels": labels, "problem_type": "single_label_classification"}

@@ -18,7 +18,7 @@ def workload(
     positions: int = 1024,
     vocab: int = 50257,
 ) -> Workload:
-    """A model of the GPT-2 class, trained on sequences as long as its positions."""
+    """Make a workload of the GPT-2 class, trained on sequences as long as its positions."""
     library = transformers()
 
     def build() -> nn.Module:

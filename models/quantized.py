@@ -27,7 +27,7 @@ SCHEMES = ("nf4",)
 
 
 def bitsandbytes() -> Any:
-    """The library `bitsandbytes`, or an error that says how to get it."""
+    """Return the library `bitsandbytes`. Raises an error that says how to install it."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels that training does not need
     try:
         return importlib.import_module("bitsandbytes")
@@ -36,7 +36,7 @@ def bitsandbytes() -> Any:
 
 
 def quantized(workload: Workload, scheme: str) -> Workload:
-    """The same workload with its linear layers but the head in 4 bits, all other weights in bf16."""
+    """Return the workload with linear layers, except the head, in 4 bits, and other weights in bf16."""
     if scheme not in SCHEMES:
         raise UsageError(f"weights cannot be quantised as {scheme!r}; choose {', '.join(SCHEMES)}.")
     library = bitsandbytes()
@@ -57,7 +57,7 @@ def quantized(workload: Workload, scheme: str) -> Workload:
 
 
 def _layer(library: Any, linear: nn.Linear) -> nn.Module:
-    """`linear` in 4 bits."""
+    """Quantise `linear` to 4 bits."""
     made = library.nn.Linear4bit(
         linear.in_features,
         linear.out_features,

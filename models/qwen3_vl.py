@@ -48,7 +48,7 @@ MOST_IMAGE_TOKENS, SHARE = 1024, 4
 def workload(
     name: str, text: dict[str, Any], vision: dict[str, Any], tokens: tuple[int, int], *, batch_size: int, seq_len: int
 ) -> Workload:
-    """`tokens` are the ids that stand for a patch of an image, and for its start."""
+    """Make a Qwen3-VL workload; `tokens` are the ids of an image's patches and of its start."""
     library = transformers()
     make_config, make_model = (
         member(library, each, name) for each in ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration")
@@ -82,7 +82,7 @@ def workload(
 
 
 def image_and_text(samples: int, length: int, vocab: int, vision: dict[str, Any], tokens: tuple[int, int]) -> Batch:
-    """A square image in front of random text in each sample, `length` tokens in all."""
+    """Make samples of a square image followed by random text, `length` tokens in all."""
     merged = math.isqrt(min(length // SHARE, MOST_IMAGE_TOKENS))  # patches of a side, after merging
     side, (image, start) = merged * vision["spatial_merge_size"], tokens
     ids = token_ids(min(image, start), samples, length)

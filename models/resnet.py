@@ -18,7 +18,7 @@ def workload(
     image_size: int,
     labels: int,
 ) -> Workload:
-    """A bottleneck ResNet; the stem's width, then each stage's output width and number of blocks."""
+    """Make a bottleneck ResNet workload, from the stem's width and each stage's output width and blocks."""
     library = transformers()
 
     def build() -> nn.Module:

@@ -19,7 +19,7 @@ def workload(
     image_size: int,
     labels: int,
 ) -> Workload:
-    """Stage s has `depths[s]` blocks of `heads[s]` heads and width `width * 2**s`."""
+    """Make a Swin workload; stage s has `depths[s]` blocks of `heads[s]` heads and width `width * 2**s`."""
     library = transformers()
 
     def build() -> nn.Module:

@@ -22,7 +22,7 @@ def workload(
     seq_len: int,
     vocab: int = 32128,
 ) -> Workload:
-    """An encoder and a decoder of `layers` layers each."""
+    """Make a workload of an encoder and a decoder of `layers` layers each."""
     library = transformers()
 
     def build() -> nn.Module:

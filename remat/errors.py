@@ -128,6 +128,6 @@ class FirstStepMismatch(PlanMismatch):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that a device or the host has no more memory, in one of the ways to say it."""
+    """Return whether `error` reports that a device or the host is out of memory."""
     cuda = type(error).__name__ == "OutOfMemoryError"  # torch's, which this module does not import
     return cuda or isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)

@@ -32,7 +32,7 @@ class Shown:
 
 
 def as_text(title: str, rows: Rows, header: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
-    """`title`, and below it `rows` in columns: the first to the left, the others to the right."""
+    """Format `title`, and below it `rows` in columns: the first aligned left, the others right."""
     table = [*([header] if header else []), *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     sides = ["<", *">" * (len(widths) - 1)]
@@ -44,7 +44,7 @@ def as_text(title: str, rows: Rows, header: Sequence[str] = (), notes: Sequence[
 
 
 def as_html(title: str, rows: Rows, header: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
-    """The same as HTML: no script, no style sheet, colours of whatever stands around it."""
+    """Format the same as HTML, without script or style sheet, in the colours of the surroundings."""
     parts = [f"<div><strong>{html.escape(title)}</strong><table>"]
     if header:
         parts.append(f"<thead>{_row(header, 'th')}</thead>")

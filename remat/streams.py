@@ -20,6 +20,6 @@ def stdout_to_stderr() -> Iterator[None]:
             yield
     finally:
         with contextlib.suppress(OSError, TypeError, AttributeError):
-            ctypes.CDLL(None).fflush(None)  # what C code printed may still be in its buffer
+            ctypes.CDLL(None).fflush(None)  # output of C code may still be in its buffer
         os.dup2(kept, 1)
         os.close(kept)

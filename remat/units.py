@@ -27,9 +27,9 @@ _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*%")
 
 
 def parse_bytes(text: str, *, what: str = "size", whole_bytes: int | None = None) -> int:
-    """Bytes of `text`: a number with a unit (`20GiB`, `512MB`, `1024B`), or `90%` of `whole_bytes`.
+    """Parse bytes: a number with a unit (`20GiB`, `512MB`, `1024B`), or `90%` of `whole_bytes`.
 
-    Raises `UsageError` where the unit is missing or unknown, and for `%` without a `whole_bytes`.
+    Raises `UsageError` if the unit is missing or unknown, and for `%` without `whole_bytes`.
     """
     text = text.strip()
     if match := _PERCENT.fullmatch(text):
@@ -44,7 +44,7 @@ def parse_bytes(text: str, *, what: str = "size", whole_bytes: int | None = None
 
 
 def parse_count(text: str, *, what: str) -> int:
-    """A number of things: `8B`, `124M`, `1e9` or `768`. Raises `UsageError` for anything else."""
+    """Parse a number of things: `8B`, `124M`, `1e9` or `768`. Raises `UsageError` for anything else."""
     match = _COUNT.fullmatch(text.strip())
     count = float(match[1]) * _THOUSANDS[match[2].lower()] if match else 0.0
     if not 1 <= count < 1 << 60:
@@ -59,7 +59,7 @@ def _whole(count: float, what: str, text: str) -> int:
 
 
 def gib(count: int) -> str:
-    """`count` bytes for a person: GiB, or MiB and KiB where GiB would leave too few digits."""
+    """Format `count` bytes for a person: in GiB, or in MiB and KiB if GiB would leave too few digits."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(count) >= unit:
             return f"{count / unit:.2f} {name}"
@@ -67,13 +67,13 @@ def gib(count: int) -> str:
 
 
 def first_few(said: Iterable[str], most: int = 3, between: str = ", ") -> str:
-    """The first few of a list, and how many more there are."""
+    """List the first few items, and how many more there are."""
     said = [*said]
     return between.join(said[:most]) + (f" and {len(said) - most} more" if said[most:] else "")
 
 
 def ms(time_us: float) -> str:
-    """`time_us` microseconds for a person."""
+    """Format `time_us` microseconds for a person."""
     if time_us >= 10_000_000:
         return f"{time_us / 1e6:.1f} s"
     return f"{time_us / 1000:.1f} ms" if time_us >= 100_000 else f"{time_us / 1000:.2f} ms"

@@ -30,14 +30,14 @@ HEURISTICS = (
     "save-matmuls",
     "greedy",
 )
-WITHOUT = "none"  # the one that is never applied: the step as it is
+WITHOUT = "none"  # the strategy that is never applied: the step without a plan
 EXACT = ("exact", "chain-dp", "cp-sat", "milp")  # those that prove a bound
 NEED_ORTOOLS = ("cp-sat", "milp")
 STRATEGIES = (*HEURISTICS, *EXACT)
 
 
 def load(name: str) -> Solver:
-    """The strategy called `name`; UsageError where there is none, or OR-tools is missing that it needs."""
+    """Load the strategy `name`. Raises UsageError if it is unknown, or needs OR-tools that are not installed."""
     if name not in STRATEGIES:
         raise UsageError(f"there is no strategy {name!r}; there are {', '.join(STRATEGIES)}.")
     if name in NEED_ORTOOLS and not has_ortools():
@@ -48,7 +48,7 @@ def load(name: str) -> Solver:
 
 @functools.cache
 def has_ortools() -> bool:
-    """Whether OR-tools can be imported; it takes a second, where it can."""
+    """Return whether OR-tools can be imported, which takes a second."""
     try:
         importlib.import_module("ortools.sat.python.cp_model")
     except ImportError:

@@ -46,13 +46,13 @@ MATTERS = 2000  # a storage smaller than a 2000th of the budget is not worth it
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Plans in which storages outside the state are kept from a certain site on, or not until then.
+    """The plans in which storages outside the state are kept from a certain site on, or not until then.
 
     pinned  storage -> site: it is kept for a reason at that site or before, and not before the one it is `absent` until
     absent  storage -> site: nothing at that site or before is a reason to keep it
     counted storage -> site: it is counted at that site, if the run there keeps it; at its last one by default. This
-            rules no plan out, whichever site it is.
-    aside   storages that are counted nowhere: who asks says in a bitmask which of them are kept. MOST_ASIDE at most
+            excludes no plan, whatever the site.
+    aside   storages that are not counted: the caller passes a bitmask of those that are kept. MOST_ASIDE at most
     """
 
     pinned: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -61,14 +61,14 @@ class Case:
     aside: tuple[int, ...] = ()
 
     def split(self, storage: int, site: int) -> tuple[Case, Case]:
-        """The plans of this case that keep `storage` for a reason at `site` or before, and those that do not."""
+        """Split the case into the plans that keep `storage` for a reason at `site` or before, and the others."""
         return (
             dataclasses.replace(self, pinned={**self.pinned, storage: site}),
             dataclasses.replace(self, absent={**self.absent, storage: site}),
         )
 
     def counting(self, sites: Mapping[int, int]) -> Case:
-        """The same plans, with other storages counted elsewhere."""
+        """Return a case with the same plans that counts other storages at these sites."""
         return dataclasses.replace(self, counted={**self.counted, **sites})
 
     def site(self, shared: SharedStorage) -> int:
@@ -79,7 +79,7 @@ class Case:
 
 
 def storages_outside(problem: Problem, case: Case) -> tuple[int, ...]:
-    """Storages that are neither part of the state nor settled by `case`, the largest first: `Case.aside` for all."""
+    """List storages, largest first, that are neither in the state nor settled by `case`: a possible `Case.aside`."""
     settled = {shared.storage for shared in _choose_state_storages(problem, len(problem.space.segments)) if shared}
     outside = (u for u in problem.liveness.shared if u not in settled and u not in case.pinned)
     sizes = {u: problem.liveness.shared[u].size_bytes for u in outside}
@@ -88,10 +88,10 @@ def storages_outside(problem: Problem, case: Case) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A node that a region may save: bytes that it keeps then, ns that it spares.
+    """A node that a region may save: bytes that saving keeps, ns that it spares.
 
-    passes_on  the state storage of the region's end is among what it keeps
-    aside      which of `Case.aside` it keeps, a bit each
+    passes_on  whether it keeps the state storage of the region's end
+    aside      the storages of `Case.aside` that it keeps, a bit each
     """
 
     node: int
@@ -103,17 +103,17 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Transition:
-    """Run `index`, from cut a to cut b.
+    """The run with this index, from cut a to cut b.
 
-    keeps_bytes  what it keeps, saves and the state storage of `a` left out
-    most_bytes   what may be kept before it at most
-    wants        it has a reason of its own to keep the state storage of `a` ...
-    counts       ... and `most_bytes` has deducted that storage
-    passes_on    it is plain and keeps the state storage of `b`, which it made
-    saves        it is a region that may save
+    keeps_bytes  bytes that it keeps, without saves and the state storage of `a`
+    most_bytes   most bytes that may be kept before it
+    wants        whether it has a reason of its own to keep the state storage of `a` ...
+    counts       ... and whether `most_bytes` has deducted that storage
+    passes_on    whether it is plain, made the state storage of `b`, and keeps it
+    saves        whether it is a region that may save
     never_again  nodes that it does not recompute, so that saving them gains nothing (early stop)
-    wants_aside  which of `Case.aside` it has a reason of its own to keep, a bit each
-    alive_aside  which of them `most_bytes` has deducted
+    wants_aside  storages of `Case.aside` that it has a reason of its own to keep, a bit each
+    alive_aside  those that `most_bytes` has deducted
     """
 
     index: int
@@ -132,21 +132,21 @@ class Transition:
 
 
 class Chain:
-    """Transitions of `problem` in one case: those of the runs in `keep`, or of all.
+    """The transitions of `problem` in one case: those of the runs in `keep`, or of all runs.
 
-    forward_held_percent  the share w that is counted of forward-held storages
-    held_at  operators of the forward at which those are local, of equal weight; by default the last that limits what
-             is kept. They rule no plan out, whichever they are
+    forward_held_percent  the share w of forward-held storages that is counted
+    held_at  operators of forward at which these are local, with equal weight; by default the last one that limits kept
+             bytes. No choice excludes a plan
 
-    all_into        for every cut the transitions that end there, by the index of their run
+    all_into        the transitions that end at each cut, by the index of their run
     into            the same, the shortest first, without those that others dominate
-    beside          for every pair of cuts the runs between them, those left out included
-    state_storages  for every cut the storage whose being kept is part of the state, or None
-    forward         for every cut and k what segments before it may keep while later ones run forward, forward-held
-                    storages left out
-    backward        the same for all that they may keep
-    most_after      for every cut what may be kept there when a region that ends at it is recomputed
-    inside          for every cut what may be kept before it where a region goes on there
+    beside          the runs between each pair of cuts, including those left out
+    state_storages  the storage of each cut that the state k says is kept, or None
+    forward         most bytes, for each cut and k, that segments before it may keep while later ones run forward,
+                    without forward-held storages
+    backward        the same with forward-held storages
+    most_after      most bytes that may be kept at each cut when a region that ends there is recomputed
+    inside          most bytes that may be kept before each cut if a region goes on there
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Chain:
             self.into.append(sorted(undominated, key=lambda transition: -transition.a))
 
     def counting_as(self, case: Case, keep: set[int]) -> Chain:
-        """Transitions of the runs in `keep` in another case, with the same count of what is forward-held."""
+        """Return the transitions of the runs in `keep` in another case, counting forward-held bytes in the same way."""
         percent, held_at = self.forward_held_percent, self.held_at
         return Chain(self.problem, case, keep, forward_held_percent=percent, held_at=held_at)
 
@@ -194,7 +194,7 @@ class Chain:
 
     @property
     def room(self) -> int:
-        """The most that may be kept anywhere."""
+        """The most bytes that may be kept anywhere."""
         return max(self.most_at(cut, k) for cut, limits in enumerate(self.forward) for k in range(len(limits)))
 
     def state_storage_bytes(self, cut: int) -> int:
@@ -203,13 +203,13 @@ class Chain:
         return self._counted(shared) if shared is not None else 0
 
     def persists(self, a: int, b: int) -> bool:
-        """Whether the state storage of cut `a` is still that of `b`."""
+        """Return whether cuts `a` and `b` have the same state storage."""
         return self.state_storages[a] is not None and self.state_storages[a] is self.state_storages[b]
 
     def entry(self, transition: Transition, k: int, aside: int = 0) -> tuple[int, int, int]:
-        """(k at the end of `transition`, bytes that it adds, bytes that may be kept before it), taken in state `k`.
+        """Return (k at the end of `transition`, bytes that it adds, limit on bytes kept before it) in state `k`.
 
-        aside  which of `Case.aside` are kept already, a bit each
+        aside  storages of `Case.aside` that are kept already, a bit each
         """
         goes_on, adds, backward = self.in_state(transition, k)
         adds += self.counted_aside(transition.wants_aside & ~aside)
@@ -218,7 +218,7 @@ class Chain:
         return goes_on, adds, min(most, self._least_inside(transition.a, transition.b) - adds)
 
     def in_state(self, transition: Transition, k: int) -> tuple[int, int, int]:
-        """(k at the end of `transition`, bytes that it adds, its own limit on what is kept before it)."""
+        """Return (k at the end of `transition`, bytes that it adds, its own limit on bytes kept before it)."""
         adds = transition.keeps_bytes + (self.state_storage_bytes(transition.a) if transition.wants and not k else 0)
         state_storage = self.state_storages[transition.a] if k and transition.counts else None
         backward = transition.most_bytes + (state_storage.size_bytes if state_storage is not None else 0)
@@ -227,16 +227,16 @@ class Chain:
 
     @functools.cached_property
     def lacking_aside(self) -> list[int]:
-        """For each of `Case.aside` what to lack it may cost at most, in bytes: once it is wanted, its size.
+        """The most bytes that lacking each of `Case.aside` may cost: its size, once it is wanted.
 
-        Where what counts as kept has a floor, it is beyond all limits: who keeps less may be lifted to that first.
+        If kept bytes have a floor, it is beyond all limits: a state that keeps less may be lifted to the floor first.
         """
         has_floor = any(self.problem.floor_bytes)
         return [BEYOND if has_floor else self.problem.liveness.shared[u].size_bytes for u in self.case.aside]
 
     @functools.cached_property
     def open_aside(self) -> list[int]:
-        """For every cut which of `Case.aside` matter to a run that begins there or later, a bit each."""
+        """The storages of `Case.aside` that matter to runs from each cut on, a bit each."""
         found = [0] * (self.count + 1)
         for transition in (transition for into in self.all_into for transition in into.values()):
             found[transition.a] |= transition.wants_aside | transition.alive_aside
@@ -262,7 +262,7 @@ class Chain:
             bits -= 1 << bits.bit_length() - 1
 
     def passing_on(self, transition: Transition) -> list[int]:
-        """Bytes of the saves of `transition` that would keep the state storage of its end."""
+        """List the bytes of each save of `transition` that would keep the state storage of its end."""
         state_storage = self.state_storages[transition.b]
         if state_storage is None or not transition.a <= state_storage.segment < transition.b:
             return []
@@ -282,7 +282,7 @@ class Chain:
         return max(self.most_at(cut, k) for k in range(len(self.forward[cut]))) + self._pinned_from(cut)
 
     def _pinned_from(self, segment: int) -> int:
-        """Return the counted bytes of storages pinned there or later: a region counts all of them at once."""
+        """Return the counted bytes of storages pinned at `segment` or later: a region counts all of them at once."""
         pinned = self.case.pinned.items()
         return sum(self._counted(self.problem.liveness.shared[u]) for u, site in pinned if site >= segment)
 
@@ -293,12 +293,12 @@ class Chain:
         return int(self._insides[a][b - a - 1])
 
     def _surrogate(self, backward: int, forward: int) -> int:
-        """The limit of P + w H, if P + H is limited by `backward` and P by `forward`."""
+        """Return the limit on P + w H, if P + H is limited by `backward` and P by `forward`."""
         mixed = self.forward_held_percent * backward + (100 - self.forward_held_percent) * forward
         return min(backward, -(-mixed // 100))
 
     def items(self, segment: int, b: int, never_again: frozenset[int] = frozenset()) -> tuple[Item, ...]:
-        """Return the items that a region which holds `segment` and ends at cut `b` may save there.
+        """Return the items that a region which contains `segment` and ends at cut `b` may save in that segment.
 
         Regions that end at one cut stop early at one node, but for those that open a context: they run to their end.
         """
@@ -311,7 +311,7 @@ class Chain:
 
     @functools.cached_property
     def _settled(self) -> list[int]:
-        """For every segment the cut from which on its items are the same."""
+        """For every segment, the cut from which on its items are the same."""
         problem = self.problem
         found = list(range(1, self.count + 1))
         for segment, nodes in enumerate(problem.liveness.saves_in):
@@ -365,7 +365,7 @@ class Chain:
         return False
 
     def _undominated(self, transitions: Iterable[Transition]) -> list[Transition]:
-        """Transitions without those that another one with the same ends is as fast as, wherever they fit."""
+        """Drop transitions that another one with the same ends dominates: it is as fast, and fits wherever they do."""
         found: dict[int, list[Transition]] = {}
         for transition in sorted(transitions, key=lambda transition: (transition.time_ns, not transition.saves)):
             rivals = found.setdefault(transition.a, [])
@@ -376,7 +376,7 @@ class Chain:
         return [transition for rivals in found.values() for transition in rivals]
 
     def _covers(self, rival: Transition, transition: Transition) -> bool:
-        """Whether `rival` fits wherever `transition` does."""
+        """Return whether `rival` fits wherever `transition` does."""
         if transition.saves and not (rival.saves and rival.never_again <= transition.never_again):
             return False
         if rival.wants != transition.wants or rival.passes_on != transition.passes_on:
@@ -392,17 +392,17 @@ class Chain:
         return sum(self._counted(self.problem.liveness.shared[u]) for u, site in pinned if run.a <= site < run.b)
 
     def _is_counted_before(self, shared: SharedStorage, cut: int) -> bool:
-        """Whether `shared` is counted before `cut` if anything keeps it there, a state storage or not."""
+        """Return whether `shared`, once kept before `cut`, is counted there, a state storage or not."""
         return self.case.site(shared) < cut
 
     def _counts_in(self, shared: SharedStorage, run: Run) -> bool:
-        """Whether `shared` is counted in `run` if that wants it."""
+        """Return whether `shared` is counted in `run` if the run wants it."""
         is_open = shared is not self.state_storages[run.a] and shared.storage not in self.case.pinned
         return is_open and run.a <= self.case.site(shared) < run.b
 
     @functools.cached_property
     def _counted_in(self) -> list[list[SharedStorage]]:
-        """For every segment the storages that are counted there."""
+        """The storages that are counted in each segment."""
         found: list[list[SharedStorage]] = [[] for _ in range(self.count)]
         for shared in self.problem.liveness.shared.values():
             if (site := self.case.site(shared)) < self.count:
@@ -410,7 +410,7 @@ class Chain:
         return found
 
     def bits(self, storages: Iterable[int]) -> int:
-        """Those of `storages` that are set aside, a bit each."""
+        """Return the storages that are set aside, a bit each."""
         aside = self.case.aside
         return sum(1 << aside.index(u) for u in set(storages).intersection(aside))
 
@@ -477,16 +477,16 @@ class Chain:
         )
 
     def _forward_limits(self) -> list[list[int]]:
-        """Return for every cut and k the bytes that earlier segments may keep by the rows of forward."""
+        """Return for every cut and k the most bytes that earlier segments may keep by the rows of forward."""
         each = [self._limits_beside(op) for op in self.held_at]
         return [
             [-(-sum(most) // len(each)) for most in zip(*of_cut, strict=True)] for of_cut in zip(*each, strict=True)
         ]
 
     def _limits_beside(self, held_at: int) -> list[list[int]]:
-        """`_forward_limits` of what is kept beside that which is local at one operator.
+        """Return `_forward_limits` beside the storages that are local at one operator.
 
-        A row says nothing of what is made later, and what is local there counts once.
+        A row excludes storages made later, and counts those local there once.
         """
         problem, storages = self.problem, self.problem.graph.storages
         ample = problem.budget_bytes - problem.fixed_bytes
@@ -503,41 +503,41 @@ class Chain:
         return limits
 
     def _backward_limits(self, cut: int) -> list[int]:
-        """Return for every k the bytes that segments before `cut` may keep in all.
+        """Return for every k the most bytes that segments before `cut` may keep in all.
 
-        What the forward allows and all forward-held bytes, but no more than there may be when backward starts.
+        It is the forward's limit plus all forward-held bytes, and at most what backward may start with.
         """
         most = self.problem.budget_bytes - self.problem.fixed_bytes
         return [min(forward + self._forward_held_before[cut], most) for forward in self.forward[cut]]
 
     @functools.cached_property
     def _forward_held_before(self) -> list[int]:
-        """For every cut the bytes made before it that are forward-held, the mean over `held_at`."""
+        """The forward-held bytes made before every cut, averaged over `held_at`."""
         held = self._times_held * self.problem.graph.storages.size_bytes * self._may_count
         sizes = np.bincount(self._made_in, held, minlength=self.count + 1)
         return [0, *(-(-np.cumsum(sizes).astype(np.int64) // len(self.held_at))).tolist()]
 
     @functools.cached_property
     def _made_in(self) -> np.ndarray:
-        """For every storage the segment that makes it; of those made in backward the last."""
+        """The segment that makes each storage; the last for those made in backward."""
         made_by = self.problem.graph.storages.node
         return np.where(made_by >= 0, self.problem.liveness.segment_of_node[made_by], self.count)
 
     @functools.cached_property
     def _times_held(self) -> np.ndarray:
-        """For every storage at how many operators of `held_at` it is local if it is made by then."""
+        """The number of operators in `held_at` at which each storage is local, if it exists by then."""
         death = self.problem.graph.storages.death
         return np.stack([death >= op for op in self.held_at]).sum(axis=0)
 
     @functools.cached_property
     def forward_held_in(self) -> list[int]:
-        """For every segment the forward-held bytes that it keeps, if it is plain."""
+        """The forward-held bytes that every segment keeps if it is plain."""
         held = self._times_held * self.problem.graph.storages.size_bytes // len(self.held_at)
         return [int(sum(held[u] for u in own)) for own in self.problem.liveness.own]
 
     @property
     def has_forward_held(self) -> bool:
-        """Whether the share that is counted makes a difference."""
+        """Whether the counted share makes a difference."""
         return self._forward_held_before[-1] > 0
 
     def _uncounted(self, storages: Iterable[int]) -> int:
@@ -546,7 +546,7 @@ class Chain:
 
     @functools.cached_property
     def _uncounted_bytes(self) -> np.ndarray:
-        """For every storage what this chain does not count of it where it is kept, rounded up."""
+        """The bytes of every storage that this chain does not count if it is kept, rounded up."""
         share = (100 - self.forward_held_percent) * self._times_held
         return -(-self.problem.graph.storages.size_bytes * share // (100 * len(self.held_at)))
 
@@ -565,7 +565,7 @@ class Chain:
 
 
 def _is_taken(shared: SharedStorage, run: Run, until: int = NEVER) -> bool:
-    """Whether a region takes `shared` at a site of its own up to `until`."""
+    """Return whether a region takes `shared` at one of its own sites up to `until`."""
     return any(source < run.a <= site < run.b and site <= until for source, site in shared.taken)
 
 
@@ -579,7 +579,7 @@ def _open_storages(problem: Problem, count: int) -> list[list[SharedStorage]]:
 
 
 def _choose_state_storages(problem: Problem, count: int) -> list[SharedStorage | None]:
-    """Choose for every cut its state storage: stretches that do not overlap, of most bytes in all."""
+    """Choose a state storage for every cut: disjoint stretches with the most bytes in all."""
     stretches = [(shared.segment + 1, shared.sites[-1], shared) for shared in problem.liveness.shared.values()]
     stretches = sorted((s for s in stretches if s[0] <= s[1]), key=lambda s: (s[1], s[0], s[2].storage))
     ends = [end for _, end, _ in stretches]

@@ -27,13 +27,13 @@ LEVELS = (
 )  # grains in a budget, coarse to fine
 FIRST_MAY_LOSE = 0.002  # of the room, by rounding; a table that is too coarse costs little
 FILTER_FROM = 4  # times as many levels: then it pays to drop runs first
-NUMPY_LEVELS = 3_000  # that take as long as it takes to call numpy for any
+NUMPY_LEVELS = 3_000  # whose time equals the overhead of a numpy call
 SPLIT_GAIN = 0.1  # of the gap: a split that closes less of it is the last
 
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """How a chain counts what is forward-held (`chain.py`): a share of what is local at operators of the forward."""
+    """How a chain counts forward-held bytes (`chain.py`): a share of those that are local at operators of forward."""
 
     percent: int = 100
     held_at: tuple[int, ...] = ()
@@ -43,17 +43,17 @@ class Count:
 class Branch:
     """A case that may hold a better plan, made of the runs in `useful` (None: any).
 
-    fineness  index into LEVELS of its tables, or of those that are to come
-    count     of what is forward-held, with the best bound so far; None before the first table
-    tables    that say what `bound_ns` is, by what they count, the one with the best bound first
-    whole_ns  the bound of the branch that it is a part of, None where its tables are of another grain than that one's
-    counts    whose chains limit labels (`chain_labels.py`)
+    fineness  index into LEVELS of its tables, present or future
+    count     the count of forward-held bytes with the best bound so far; None before the first table
+    tables    the tables that prove `bound_ns`, by count, the one with the best bound first
+    whole_ns  the bound of the branch that it is a part of, None if that one's tables have another grain
+    counts    the counts whose chains limit labels (`chain_labels.py`)
     aside     the storages that labels count themselves
-    legs      the best plan within the limits of all of them, None where it is not known; its transitions are of chains
-              that set `aside` aside, so none of the tables'
-    has_labels  whether it was looked for
-    is_recounted  whether it differs from that branch in nothing but where storages are counted
-    stays     whether to count them elsewhere again says no more, at this grain
+    legs      the best plan within the limits of all of them, None if unknown; its transitions are of chains that set
+              `aside` aside, so not the tables'
+    has_labels  whether labels have searched for it
+    is_recounted  whether it differs from the whole only in the sites at which storages are counted
+    stays     whether counting them at other sites again cannot raise the bound, at this grain
     """
 
     case: Case
@@ -72,18 +72,18 @@ class Branch:
 
     @property
     def table(self) -> Table:
-        """The one with the best bound."""
+        """The table with the best bound."""
         return next(iter(self.tables.values()))
 
     @property
     def plan(self) -> Sequence[Leg]:
-        """A plan that costs no more than the bound."""
+        """A plan that costs at most the bound."""
         legs = self.table.legs() if self.legs is None else self.legs
         assert legs is not None
         return legs
 
     def has_gained(self, best_ns: float) -> bool:
-        """Whether the last split closed more than a little of the gap to the best plan."""
+        """Return whether the last split closed more than a little of the gap to the best plan."""
         if self.whole_ns is None:
             return True
         return self.bound_ns - self.whole_ns > SPLIT_GAIN * (best_ns - self.bound_ns)
@@ -95,7 +95,7 @@ class Branch:
 
     @property
     def elsewhere(self) -> dict[int, int]:
-        """Where to count storages so that its plan is none, if that may say more."""
+        """Other sites for uncounted storages that exclude its plan, if these may raise the bound."""
         if self.stays or self.legs is not None:
             return {}
         return {u: site for u, site in self.uncounted if self.case.counted.get(u) != site}
@@ -106,7 +106,7 @@ class Branch:
 
     @functools.cached_property
     def says_more_at(self) -> int | None:
-        """The next fineness that rules out the plan of its best table, so that its bound may rise by that alone."""
+        """The next fineness that excludes the plan of its best table, so that it may raise the bound by itself."""
         if self.legs is not None:
             return None
         chain, finer = self.table.chain, range(self.fineness + 1, len(LEVELS))
@@ -114,16 +114,16 @@ class Branch:
 
     @property
     def next_fineness(self) -> int:
-        """The fineness to go on with. A chain of fewer runs may say more at the same."""
+        """The fineness to go on with. A chain of fewer runs may raise the bound at the same fineness."""
         return self.fineness if self.says_more_at is None else self.says_more_at
 
     @property
     def is_filtered(self) -> bool:
-        """Whether it pays to filter runs before going on."""
+        """Whether filtering runs before going on is worth its time."""
         return self.says_more_at is None or self.levels(self.next_fineness) >= FILTER_FROM * self.levels()
 
     def levels(self, fineness: int | None = None) -> int:
-        """Levels of its tables, or of those that it would have at another fineness."""
+        """Return the number of levels of its tables, or of its tables at another fineness."""
         if fineness is None:
             return max(table.levels for table in self.tables.values())
         return max(table.levels * table.grain // grain_of(table.chain, fineness) for table in self.tables.values())
@@ -132,7 +132,7 @@ class Branch:
         return cells_of(self.transition_count, self.levels(fineness))
 
     def useful_below(self, most_ns: float, deadline_s: float = math.inf) -> set[int] | None:
-        """The runs of which every table says that a plan faster than `most_ns` may contain them; None for all."""
+        """Return the runs that every table allows in a plan faster than `most_ns`; None for all."""
         useful = self.useful
         for table in self.tables.values():
             of_table = useful_runs(table, most_ns, deadline_s)
@@ -140,14 +140,14 @@ class Branch:
         return useful
 
     def parts(self, other: Proposal, best_ns: float) -> list[Branch]:
-        """This branch anew, or in halves, so that the plan of its best table, which oversteps the budget, is in none.
+        """Return the branch recounted, or its halves, so that none contains the plan over budget of its best table.
 
         other    a plan that keeps the budget
         best_ns  its recompute time
 
-        Storages that the plan keeps and the chain does not count are counted where the plan has its first reason. Where
-        that has not helped, one half counts the largest and in the other it is not kept. Where there are none, halves
-        differ in how a segment runs, or in whether there is a cut: there tables of other shares disagree.
+        Storages that the plan keeps and the chain does not count are counted at the plan's first reason. If that has
+        not helped, one half counts the largest and the other does not keep it. If there are none, the halves differ in
+        how a segment runs, or in whether there is a cut: at a place where tables of other shares disagree.
         """
         table, legs = self.table, self.plan
         problem = table.chain.problem
@@ -175,7 +175,7 @@ class Branch:
 
 
 def _runs(problem: Problem, regions: Proposal) -> list[Run]:
-    """Return for every segment the run that holds it."""
+    """Return the run that contains each segment."""
     found = sorted((problem.runs[i] for i in problem.runs_of(regions)), key=lambda run: run.a)
     return [run for run in found for _ in range(run.a, run.b)]
 
@@ -183,9 +183,9 @@ def _runs(problem: Problem, regions: Proposal) -> list[Run]:
 def _disagreement(
     chain: Chain, useful: set[int], plan: list[Run], rivals: list[list[Run]]
 ) -> tuple[set[int], set[int]] | tuple[()]:
-    """Split `useful` into two sets of runs to rule out, so that neither half holds `plan` and one of its rivals.
+    """Split `useful` into two sets of excluded runs, so that neither half contains `plan` and one of its rivals.
 
-    Of the segments that are plain in one of them, it is the one with most forward-held bytes: surrogates err there.
+    Of the segments that are plain in one of them, it takes the one with most forward-held bytes: surrogates err there.
     """
     runs = chain.problem.runs
 
@@ -208,7 +208,7 @@ def _disagreement(
 
 
 def uncounted_in(chain: Chain, case: Case, legs: Sequence[Leg]) -> list[tuple[int, int]]:
-    """List the storages that the plan of `legs` keeps where it exceeds the budget and that `chain` does not count.
+    """List the storages that the plan of `legs` keeps over the budget without `chain` counting them.
 
     The largest is first; each has the first site at which the plan has a reason to keep it.
     """
@@ -239,7 +239,7 @@ def uncounted_in(chain: Chain, case: Case, legs: Sequence[Leg]) -> list[tuple[in
 
 
 def cells_of(transition_count: int, levels: int) -> int:
-    """Return the number of cells that the time of a table is proportional to."""
+    """Return the number of cells of a table, to which its time is proportional."""
     return transition_count * (levels + NUMPY_LEVELS)
 
 

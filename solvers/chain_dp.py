@@ -46,21 +46,21 @@ from remat.solvers.polish import polish
 NAME = "chain-dp"
 TRIES = 6
 SMALL_GAP = 0.005  # so little is not worth more time than `Clock.small_gap_s`
-FILTER_COST = 3  # times as long as its table takes a filter of runs
-FEWER = 0.9  # of the runs: where a filter leaves more, a table of the same grain would say the same
-PROGRESS = 0.02  # of the gap: less than that is none
-LABELS_GAP = 0.03  # so close to the bound the best plan has to be: else labels are too many
+FILTER_COST = 3  # time of a filter of runs over that of its table
+FEWER = 0.9  # of the runs: if a filter leaves more, a table of the same grain would not differ
+PROGRESS = 0.02  # of the gap: less counts as no progress
+LABELS_GAP = 0.03  # the best plan must be so close to the bound, or labels are too many
 COUNTS = 5  # of forward-held bytes, tried at the coarsest grain: all, none, and where the limits trade places
 
 
 def solve(problem: Problem, limits: Limits) -> Solution:
-    """A plan within `problem.budget_bytes` where rounding leaves one, and a bound that holds for every plan.
+    """Find a plan within `problem.budget_bytes`, if rounding leaves one, and a bound for all plans.
 
-    Branch and bound, until bound and plan meet. What a table's plan oversteps the budget by is either rounding, and the
-    grain gets finer, or something that the chain leaves out, and cases are split that do not (`Branch.parts`).
-    Grains skip what cannot tell more (`chain_table.admits`). Before each refinement, runs that the coarser bound
-    excludes from every plan better than the best known are dropped where that pays: then the finer table takes less
-    time, and the chain, being of fewer runs, understates less.
+    Branch and bound, until bound and plan meet. A table's plan exceeds the budget either by rounding, and the grain
+    gets finer, or by something that the chain leaves out, and the case is split into cases that count it
+    (`Branch.parts`). Grains that cannot tell more are skipped (`chain_table.admits`). Before each refinement, runs that
+    the coarser bound excludes from every better plan are dropped if that is worth its time: the finer table is then
+    faster, and the chain, having fewer runs, underestimates less.
     """
     return explore(problem, limits).solution(limits)
 
@@ -101,7 +101,7 @@ class Found:
             self.regions, self.objective_ns = regions, time_ns
 
     def raise_bound(self, bound_ns: float) -> None:
-        """Take a bound on what could beat the best known; infinite where nothing can."""
+        """Raise the bound on plans that beat the best known one; infinite if none can."""
         self.infeasible = math.isinf(bound_ns) and self.regions is None
         self.bound_ns = max(self.bound_ns, min(bound_ns, self.objective_ns))
 
@@ -109,12 +109,12 @@ class Found:
         return self.infeasible or self.closes(self.bound_ns, gap)
 
     def suffices(self, limits: Limits) -> bool:
-        """Whether more need not be known: the plan is as good as any, or there is one and none is of use."""
+        """Return whether the search may end: the plan is as good as any, or no better one would be used."""
         is_of_no_use = self.regions is not None and self.bound_ns >= limits.below_us * NS
         return is_of_no_use or self.closed(limits.gap)
 
     def closes(self, bound_ns: float, gap: float) -> bool:
-        """Whether a plan can be at most `gap` better than the best known if `bound_ns` bounds it."""
+        """Return whether no plan beats the best known one by more than `gap` if `bound_ns` is a bound."""
         if self.regions is None:
             return False
         return self.objective_ns - bound_ns <= gap * max(self.objective_ns, NS)
@@ -136,7 +136,7 @@ class Found:
         return math.inf if self.left is None else sum(branch.transition_count for branch in self.left)
 
     def useful(self, deadline_s: float = math.inf) -> set[int] | None:
-        """The runs that a better plan may consist of; None for all, or where that is not known by `deadline_s`."""
+        """Return the runs that a better plan may contain; None for all, or if unknown by `deadline_s`."""
         if self.left is None:
             return None
         try:
@@ -163,7 +163,7 @@ class Found:
 
 
 class _ChainSearch:
-    """Branch and bound: the case with the lowest bound is split, or gets a finer grain, until bound and plan meet."""
+    """Branch and bound: split the case with the lowest bound, or refine its grain, until bound and plan meet."""
 
     def __init__(self, problem: Problem, limits: Limits, found: Found):
         self.problem, self.limits, self.found = problem, limits, found
@@ -202,20 +202,20 @@ class _ChainSearch:
                 self.exhausted.append(branch)
             for part in parts:
                 if found.late(self.limits):
-                    self.exhausted.append(branch)  # stands for those that it is too late for
+                    self.exhausted.append(branch)  # represents those without enough time left
                     break
                 self._add(part, branch)
             self._tell()
 
     def _stalls(self) -> bool:
-        """Whether the gap has not become smaller for long, compared with how long it took to get there."""
+        """Return whether the gap has stalled for long, relative to the time that it took to get there."""
         now, gap_ns = time.monotonic(), self.found.objective_ns - self.found.bound_ns
         if math.isinf(gap_ns) or gap_ns < (1 - PROGRESS) * self.gap_then_ns:
             self.gained_at, self.gap_then_ns = now, gap_ns
         return now - self.gained_at > max(self.limits.clock.stalls_s, self.gained_at - self.found.started)
 
     def _add(self, branch: Branch, whole: Branch | None = None) -> None:
-        """Solve `branch`, which is `whole` or a part of it, and keep it where it may hold a better plan."""
+        """Solve `branch`, which is `whole` or a part of it, and keep it if it may hold a better plan."""
         solved = self._solve_branch(branch)
         if solved.is_recounted and whole is not None and not solved.has_gained(self.found.objective_ns):
             better = max(whole, solved, key=lambda each: _or_infinite(each.table.least_time_ns()))
@@ -238,22 +238,22 @@ class _ChainSearch:
             self.limits.on_progress(found.objective_ns / NS, found.bound_ns / NS)
 
     def _parts(self, branch: Branch) -> list[Branch]:
-        """`branch` in halves, or with a finer grain, whichever says more; none where neither can in time."""
+        """Return `branch` in halves or with a finer grain, whichever gains more; empty if time allows neither."""
         is_rounding = branch.says_more_at is not None and self._is_rounding(branch)
         in_vain = not branch.is_recounted and not branch.has_gained(self.found.objective_ns)
         ways = [self._refined, self._halved] if is_rounding or in_vain else [self._halved, self._refined]
         return next((parts for way in ways if (parts := way(branch))), [])
 
     def _is_rounding(self, branch: Branch) -> bool:
-        """Whether the plan of the best table may overstep the budget for nothing but that bytes are rounded."""
+        """Return whether rounding alone may explain that the best table's plan exceeds the budget."""
         table, legs = branch.table, branch.plan
         excess = _excess(self.problem, legs)
         return branch.legs is None and excess <= lost_bytes(table.chain, legs, table.grain)
 
     def _is_for_labels(self, branch: Branch) -> bool:
-        """Whether only rounding, mixed limits or storages outside the state make its plan exceed the budget.
+        """Return whether only rounding, mixed limits or storages outside the state make its plan exceed the budget.
 
-        And labels may be few, and there is time for them: in all they take about as long as tables.
+        There must also be time for them, and the labels few: in all they take about as long as tables.
         """
         if self.found.regions is None or self.labels_s > self.spent_s + self.limits.clock.labels_s:
             return False
@@ -278,10 +278,11 @@ class _ChainSearch:
         return [dataclasses.replace(part, count=count) for part in parts]
 
     def _solve_branch(self, branch: Branch) -> Branch:
-        """`branch` with a better bound, infinite if it holds no plan, and the tables that say so; plans are offered.
+        """Return `branch` with its tables and a better bound, infinite if it holds no plan; offer their plans.
 
-        Where a table's plan oversteps the forward's limits, the next one counts less of what is forward-held; where it
-        counts none of it already, its points are those that plans overstepped so far (fictitious play: Brown 1951).
+        If a table's plan exceeds the forward's limits, the next table counts less of the forward-held bytes; if it
+        counts none already, its points are those at which plans exceeded the budget so far (fictitious play: Brown
+        1951).
         """
         started, tables = time.monotonic(), dict[Count, tuple[float, Table]]()
         low, high, count = 0, 100, branch.count or Count()
@@ -295,7 +296,7 @@ class _ChainSearch:
             of_table = table.least_time_ns()
             tables[count] = _or_infinite(of_table), table
             overstepped = _offer_plans(table, self.found)
-            if self.found.left is None and of_table is not None:  # of all plans: nobody waits for the next table
+            if self.found.left is None and of_table is not None:  # a bound on all plans, reported before the next table
                 self.found.raise_bound(of_table)
                 self._report()
             if overstepped is None or branch.count is not None or len(tables) == COUNTS:
@@ -326,9 +327,9 @@ class _ChainSearch:
         )
 
     def _to_the_byte(self, branch: Branch) -> Branch:
-        """`branch` with a bound that neither rounding nor a mix of limits lowers, as far as labels do not get too many.
+        """Return `branch` with a bound that neither rounding nor mixed limits lower, as far as labels stay few.
 
-        They are limited by the chain of the best table, and by those that count what plans of labels overstep by.
+        They are limited by the chain of the best table, and by chains that count the excess of the labels' plans.
         """
         started = time.monotonic()
         assert branch.count is not None
@@ -353,7 +354,7 @@ class _ChainSearch:
                 break
             is_late = time.monotonic() - started > self.spent_s + self.limits.clock.labels_s
             if overstepped.limit in branch.counts:
-                # Legs of labels that set something aside are none of the table's: of them too little is known to say.
+                # Legs of labels with storages set aside are not the table's: too little is known of them.
                 chain, grain = branch.table.chain, branch.table.grain
                 is_slight = bool(aside) or overstepped.bytes <= lost_bytes(chain, optimum.legs, grain)
                 if is_slight and not is_late:
@@ -364,11 +365,11 @@ class _ChainSearch:
             branch = dataclasses.replace(branch, counts=(*branch.counts, overstepped.limit))
         took_s = time.monotonic() - started
         self.labels_s += took_s
-        self.gained_at += took_s  # that they come to nothing says little of tables
+        self.gained_at += took_s  # their failure says little about tables
         return branch
 
     def _climb(self, among: Sequence[Limit], bound_ns: float, spare_bytes: int = 0) -> Optimum:
-        """Labels that say what is set aside take the place of many tables, and may take as long."""
+        """Climb with labels; those that track storages set aside replace many tables, and may take as long."""
         most_ns, step_s, deadline_s = self.found.objective_ns, self.limits.clock.labels_s, self.deadline_s
         if among[0].chain.case.aside:
             step_s, until_s = math.inf, time.monotonic() + self.found.patience_s(self.limits)
@@ -376,7 +377,7 @@ class _ChainSearch:
         return climb(among, bound_ns, most_ns, step_s=step_s, deadline_s=deadline_s, spare_bytes=spare_bytes)
 
     def _offer_less(self, among: Sequence[Limit], bound_ns: float, spare_bytes: int) -> None:
-        """Offer the best of the plans that keep so much less, as chains understate, and less again."""
+        """Offer the best of the plans that keep fewer bytes, as chains underestimate, and fewer again."""
         for _ in range(TRIES - 1):
             if self.found.late(self.limits):
                 return
@@ -396,7 +397,7 @@ class _ChainSearch:
         return table
 
     def _refined(self, branch: Branch) -> list[Branch]:
-        """`branch` with a finer grain, or without the runs that need not be considered."""
+        """Return `branch` with a finer grain, or without the runs that cannot matter."""
         patience_s = self.found.patience_s(self.limits)
         filter_s = self._expected_s([FILTER_COST * branch.cells()] if branch.is_filtered else [])
         table_s = self._expected_s([branch.cells(branch.next_fineness)])
@@ -421,7 +422,7 @@ class _ChainSearch:
 
 
 def _or_infinite(time_ns: float | None) -> float:
-    """The time of a table that has no plan is infinite."""
+    """Return the time of a table, infinite if it has no plan."""
     return math.inf if time_ns is None else time_ns
 
 
@@ -431,7 +432,7 @@ def _excess(problem: Problem, legs: Sequence[Leg]) -> int:
 
 
 class _Overstepped(NamedTuple):
-    """By how much a plan oversteps the budget, at which operator most, and whether that is while the forward runs."""
+    """The excess of a plan over the budget, the operator at its maximum, and whether that is in forward."""
 
     bytes: int
     op: int
@@ -439,12 +440,12 @@ class _Overstepped(NamedTuple):
 
     @property
     def limit(self) -> Count:
-        """The count that limits as much as this one."""
+        """The count with the same limit."""
         return Count(0, (self.op,)) if self.in_forward else Count()
 
 
 def _overstepped(problem: Problem, regions: tuple[Region, ...]) -> _Overstepped | None:
-    """Return the point at which a plan exceeds the budget, None if it does not."""
+    """Return the point at which a plan exceeds the budget most; None if it does not."""
     curve = problem.curve(regions)
     if curve.peak_bytes <= problem.budget_bytes:
         return None
@@ -454,7 +455,7 @@ def _overstepped(problem: Problem, regions: tuple[Region, ...]) -> _Overstepped 
 
 
 def _offer(legs: Sequence[Leg], found: Found) -> _Overstepped | None:
-    """Offer the plan `legs`; where it oversteps the budget, None if it keeps it."""
+    """Offer the plan `legs`; return where it exceeds the budget, None if it does not."""
     problem, regions = found.problem, regions_of(found.problem, legs)
     polished = polish(problem, regions)
     if polished is not None:
@@ -463,9 +464,9 @@ def _offer(legs: Sequence[Leg], found: Found) -> _Overstepped | None:
 
 
 def _offer_plans(table: Table, found: Found) -> _Overstepped | None:
-    """Offer the best plan of `table` or, as a table understates, the best of those that keep so much less.
+    """Offer the best plan of `table` or, as a table underestimates, the best that keeps as much less as needed.
 
-    Returns where the first one oversteps the budget, None if it keeps it.
+    Returns where the first one exceeds the budget, None if it does not.
     """
     first: _Overstepped | None = None
     spare = 0

@@ -33,10 +33,10 @@ from remat.solvers.chain import Chain, Item, Transition
 from remat.solvers.chain_table import Leg, Table, Values
 from remat.solvers.deadline import OutOfTime, check_time
 
-LIMITS = (0.125, 0.25, 0.5, 1.0)  # of what is between bound and best plan
-MOST_LABELS = 100_000  # at one cut, or where a region chooses what it saves
-MORE = 1.5  # times as many as there were: then it pays to look for those that others beat
-BLOCK = 256  # labels that are held against others at once
+LIMITS = (0.125, 0.25, 0.5, 1.0)  # of the range between bound and best plan
+MOST_LABELS = 100_000  # at one cut, or while a region chooses its saves
+MORE = 1.5  # growth after which labels that others beat are dropped
+BLOCK = 256  # labels that are compared with others at once
 
 
 Added = int | np.ndarray
@@ -58,11 +58,11 @@ class TooManyLabels(Exception):
 class Labels(NamedTuple):
     """Columns over labels.
 
-    origin   how they came to be (`_History`)
+    origin   the steps that led to them (`_History`)
     time     so far, in ns
     kept     bytes kept, as each chain counts them
-    counted  those of them that each table counts; none where that is all
-    aside    which of what is set aside are among them, a bit each
+    counted  those of them that each table counts; empty if it counts all
+    aside    the kept storages that are set aside, a bit each
     """
 
     origin: np.ndarray
@@ -85,7 +85,7 @@ class Labels(NamedTuple):
         )
 
     def within(self, most: Iterable[Added]) -> Labels:
-        """Those that keep at most so many bytes."""
+        """Select the labels that keep at most so many bytes."""
         return self.where(np.all([kept <= limit for kept, limit in zip(self.kept, most, strict=True)], axis=0))
 
     @property
@@ -106,7 +106,7 @@ class Limit:
 
     @classmethod
     def of(cls, table: Table, aside: tuple[int, ...] = ()) -> Limit:
-        """Set the storages `aside` aside, which are outside the chain's state and not settled by its case."""
+        """Return the limit of `table`, with storages set `aside` that are neither in the state nor settled."""
         chain = table.chain
         if not aside:
             return cls(table, chain)
@@ -116,7 +116,7 @@ class Limit:
 
 @dataclasses.dataclass(frozen=True)
 class Optimum:
-    """A bound on plans within all limits, and the plan that it is the time of, where that is known."""
+    """A bound on plans within all limits, and a plan with that time, if known."""
 
     bound_ns: float
     legs: tuple[Leg, ...] | None = None
@@ -131,9 +131,9 @@ def climb(
     deadline_s: float = math.inf,
     spare_bytes: int = 0,
 ) -> Optimum:
-    """The optimum of `limits` if it is below `most_ns`, else a better bound than `bound_ns`, as far as labels are few.
+    """Return the optimum of `limits` if it is below `most_ns`, else a better bound, as far as labels stay few.
 
-    They are where the limit is little above the bound: so it goes up in steps, each of which may take `step_s`.
+    Labels are few while the limit is little above the bound: it rises in steps, each of which may take `step_s`.
     """
     below_ns = most_ns - bound_ns
     found = Optimum(bound_ns)
@@ -147,20 +147,20 @@ def climb(
 
 
 def optimum(limits: Sequence[Limit], limit_ns: float, *, deadline_s: float = math.inf, spare_bytes: int = 0) -> Optimum:
-    """The best plan within the limits of all chains, bytes counted exactly, if it is below `limit_ns`.
+    """Return the best plan within the limits of all chains, to the byte, if it is below `limit_ns`.
 
-    Otherwise that is the bound.
+    Otherwise `limit_ns` is the bound.
 
-    limits       of chains that differ in nothing but what they count of what is forward-held
-    spare_bytes  so much less than the limits is kept
+    limits       of chains that differ only in how they count forward-held bytes
+    spare_bytes  bytes below the limits that plans must leave free
 
-    Raises TooManyLabels where too many states may still be part of such a plan, and OutOfTime after `deadline_s`.
+    Raises TooManyLabels if too many states may still be part of such a plan, and OutOfTime after `deadline_s`.
     """
     return _LabelSearch(limits, limit_ns, deadline_s, spare_bytes).run()
 
 
 class _History:
-    """Steps that made labels: each chunk is one step, the transition taken or the item saved, for many of them."""
+    """The steps that made labels: each chunk is one step, a transition or a saved item, for many labels."""
 
     def __init__(self) -> None:
         self._begins: list[int] = [0]
@@ -168,7 +168,7 @@ class _History:
         self._count = 1
 
     def note(self, parents: np.ndarray, step: tuple[Transition, int] | Item) -> np.ndarray:
-        """Origins of the labels that `step` makes of those of origin `parents`."""
+        """Return the origins of the labels that `step` makes from labels with origins `parents`."""
         self._begins.append(self._count)
         self._chunks.append((parents, step))
         self._count += len(parents)
@@ -191,7 +191,7 @@ class _History:
 
 
 class _Folds:
-    """The saves of regions that end at one cut, from their last segment to the first, with R of later parts."""
+    """The saves of regions that end at one cut, from their last segment to the first, with R after each."""
 
     def __init__(self, limit: Limit, b: int, never_again: frozenset[int]):
         self._table, self._chain, self._b, self._never_again = limit.table, limit.chain, b, never_again
@@ -201,7 +201,7 @@ class _Folds:
         self._settled = b
 
     def down_to(self, a: int, deadline_s: float) -> Values:
-        """R where a region begins at `a`."""
+        """Return R for a region that begins at `a`."""
         while self._settled > a:
             check_time(deadline_s)
             self._settled -= 1
@@ -215,7 +215,7 @@ class _Folds:
         return self._until[a]
 
     def steps(self) -> Iterator[Step]:
-        """Iterate over the steps of a region that begins as early as any, each with R of later parts."""
+        """Iterate over the steps of the longest region, each with R after it."""
         return reversed(self._steps)
 
 
@@ -227,11 +227,11 @@ class _Starts:
         self.labels: dict[int, dict[int, list[Labels]]] = {}
 
     def rests(self, a: int, deadline_s: float) -> list[Values]:
-        """R where a region begins at `a`, by table."""
+        """List R of each table for a region that begins at `a`."""
         return [fold.down_to(a, deadline_s) for fold in self._folds]
 
     def steps(self) -> Iterator[tuple[Step, ...]]:
-        """`_Folds.steps`, by table."""
+        """Iterate over `_Folds.steps` of all tables together."""
         return zip(*(fold.steps() for fold in self._folds), strict=True)
 
 
@@ -258,7 +258,7 @@ class _LabelSearch:
         return Optimum(max(float(best.time[at]), 0.0), self._history.legs(int(best.origin[at])))
 
     def _settled(self, cut: int, arriving: dict[int, list[Labels]]) -> dict[int, Labels]:
-        """The labels at `cut` by k, those that none beats and that may lead to a plan below the limit."""
+        """Return the labels at `cut` by k that none beats and that may lead to a plan below the limit."""
         found = {}
         for k, parts in arriving.items():
             labels, floor = _joined(parts), self._chains[0].problem.floor_bytes[cut]
@@ -274,7 +274,7 @@ class _LabelSearch:
         return found
 
     def _arriving(self, b: int) -> dict[int, list[Labels]]:
-        """Apply transitions to the labels where they begin; returns labels by k at `b`."""
+        """Apply transitions to the labels where they begin; return labels by k at `b`."""
         found: dict[int, list[Labels]] = {}
         starts: dict[frozenset[int], _Starts] = {}
         for runs in self._runs_into(b):
@@ -304,7 +304,7 @@ class _LabelSearch:
     def _entries(
         self, runs: Sequence[Transition], k: int, aside: np.ndarray
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """(bytes that a run adds, bytes that may be kept before it), by chain and label."""
+        """Return (bytes that a run adds, limit on bytes kept before it), by chain and label."""
         added, most = [], []
         for chain, run in zip(self._chains, runs, strict=True):
             _, adds, limit = _by_aside(functools.partial(chain.entry, run, k), aside)
@@ -323,20 +323,20 @@ class _LabelSearch:
         return found
 
     def _runs_into(self, b: int) -> Iterator[tuple[Transition, ...]]:
-        """Every run that ends at `b` and may be part of a plan, as each chain sees it."""
+        """Yield every run that ends at `b` and may be part of a plan, as each chain sees it."""
         if len(self._chains) == 1 and not self._aside:
             yield from zip(self._chains[0].into[b])
             return
-        # What dominates a run in one chain may not do so in another, nor where labels say what is kept aside.
+        # A run dominated in one chain may not be in another, nor if labels record storages kept aside.
         first, *others = (chain.all_into[b] for chain in self._chains)
         for index, transition in first.items():
             if all(index in other for other in others):
                 yield transition, *(other[index] for other in others)
 
     def _saving(self, b: int, starts: _Starts) -> dict[int, Labels]:
-        """Apply the choices of saves to labels in regions that end at `b`; returns labels by k there.
+        """Apply the choices of saves to labels in regions that end at `b`; return labels by k there.
 
-        Those of regions that begin later join those of regions that began before: all may save the same from there.
+        Labels of regions that begin later join those of earlier ones: all may save the same from there on.
         """
         found: dict[int, Labels] = {}
         counts: dict[int, int] = {}
@@ -357,7 +357,7 @@ class _LabelSearch:
         }
 
     def _after_step(self, labels: Labels, k: int, step: Sequence[Step]) -> Iterator[tuple[int, Labels]]:
-        """Apply a step of regions to `labels` in state `k`, as each table sees it; yields states and labels."""
+        """Apply a step of regions to `labels` in state `k`, as each table sees it; yield states and labels."""
         rests, items = [each.rest for each in step], [each.items for each in step if each.items is not None]
         if not items:
             labels = labels.within(chain.inside[step[0].segment] for chain in self._chains)
@@ -369,7 +369,7 @@ class _LabelSearch:
             yield to, self._noted(saved, item)
 
     def _with(self, labels: Labels, items: Sequence[Items]) -> Labels:
-        """`labels` with an item saved: as each chain and its table count it."""
+        """Return `labels` with an item saved, as each chain and its table count it."""
         item, _ = items[0]
         kept: list[Added] = [each.bytes for each, _ in items]
         if item.aside:
@@ -381,7 +381,7 @@ class _LabelSearch:
         return labels._replace(origin=self._history.note(labels.origin, step)) if len(labels.time) else labels
 
     def _below_limit(self, labels: Labels, rests: Sequence[np.ndarray]) -> Labels:
-        """Those of `labels` of which plans below the limit may come, where `rests` are R by level."""
+        """Select the labels that may lead to plans below the limit; `rests` are R by level."""
         for at, (table, rest) in enumerate(zip(self._tables, rests, strict=True)):
             levels = labels.in_tables[at] // table.grain
             least = labels.time + rest[np.minimum(levels, table.levels - 1)]
@@ -389,9 +389,9 @@ class _LabelSearch:
         return labels
 
     def _undominated(self, labels: Labels) -> Labels:
-        """Labels without those that another keeps no more than and is as fast as; by rising bytes.
+        """Drop labels that another one beats in bytes and time; sort the rest by bytes.
 
-        What only the other one keeps aside counts as kept by both: no plan gains more by it.
+        Storages set aside that only the other one keeps count as kept by both: no plan gains more by them.
         """
         if len(labels.time) > MOST_LABELS:
             raise TooManyLabels
@@ -418,11 +418,11 @@ class _LabelSearch:
 
     @functools.cached_property
     def _table_allows_it(self) -> bool:
-        """Whether every end of a plan that a label allows is one that its table does, so that its R is no longer.
+        """Whether every end of a plan that a label allows is allowed by its table, so that its R is no longer.
 
-        It is not where a limit mixes shares (what is alive there is deducted in full, and counted in part), nor where
-        what is kept is lifted to a floor. Then a label beats another only if the tables count no more in it, too: else
-        it might be dropped for what a table says, and the other for nothing.
+        That fails if a limit mixes shares (storages alive there are deducted in full, but counted in part), or if kept
+        bytes are lifted to a floor. Then a label beats another only if the tables count no more in it, too; otherwise
+        its own table might exclude it after it has excluded the other.
         """
         every = (1 << len(self._aside)) - 1
         is_whole = all(
@@ -432,7 +432,7 @@ class _LabelSearch:
         return is_whole and not any(self._chains[0].problem.floor_bytes)
 
     def _unbeaten(self, time_ns: np.ndarray, kept: np.ndarray, aside: np.ndarray) -> np.ndarray:
-        """Which labels, by rising bytes and then by time, none beats."""
+        """Return which labels, sorted by bytes and then by time, no other beats."""
         groups = np.unique(aside) if self._aside else aside[:1]
         best = []  # of each group those that none of it beats: where they are, bytes, times
         for bits in groups:
@@ -452,14 +452,14 @@ class _LabelSearch:
         return found
 
     def _missing_bytes(self, aside: np.ndarray, others: np.ndarray) -> np.ndarray:
-        """Return the bytes that each of `aside` lacks of those each of `others` keeps (`Chain.lacking_aside`)."""
+        """Return the bytes that each of `aside` lacks and each of `others` keeps, by `Chain.lacking_aside`."""
         each, every = ((bits[:, None] >> np.arange(len(self._aside)) & 1) for bits in (aside, others))
         return (1 - each) @ (every * self._lacking).T
 
     def _beats(
         self, columns: np.ndarray, aside: np.ndarray, others: np.ndarray, others_aside: np.ndarray
     ) -> np.ndarray:
-        """Whether each label of the first, given as time and bytes kept and counted, beats each of the others."""
+        """Return whether each of the first labels beats each of the others; columns are time, kept, counted."""
         beats = columns[0][:, None] <= others[0]
         missing, of_chains = self._missing_bytes(aside, others_aside), len(self._chains)
         for kept, other in zip(columns[1 : of_chains + 1], others[1 : of_chains + 1], strict=True):
@@ -470,7 +470,7 @@ class _LabelSearch:
 
 
 def _by_aside(function: Callable[[int], Any], aside: np.ndarray) -> np.ndarray:
-    """`function` of what is kept aside, label by label in the last dimension: few of them differ in it."""
+    """Apply `function` to what each label keeps aside, in the last dimension: there are few distinct values."""
     each, which = np.unique(aside, return_inverse=True)
     return np.array([function(bits) for bits in each.tolist()], dtype=np.int64).T[..., which]
 

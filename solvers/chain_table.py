@@ -41,7 +41,7 @@ class Leg:
 
 
 def regions_of(problem: Problem, legs: Iterable[Leg]) -> tuple[Region, ...]:
-    """The plan that `legs` stand for."""
+    """Return the plan that `legs` describe."""
     found = []
     for leg in legs:
         run = problem.runs[leg.transition.index]
@@ -51,7 +51,7 @@ def regions_of(problem: Problem, legs: Iterable[Leg]) -> tuple[Region, ...]:
 
 
 def admits(chain: Chain, legs: Iterable[Leg], grain: int) -> bool:
-    """Whether a table of `grain` allows the plan `legs`: then it bounds no plan by more than the time of this one."""
+    """Return whether a table of `grain` allows the plan `legs`, whose time then limits its bound."""
     level = 0
     for leg in legs:
         transition = leg.transition
@@ -69,14 +69,14 @@ def admits(chain: Chain, legs: Iterable[Leg], grain: int) -> bool:
 
 
 def lost_bytes(chain: Chain, legs: Iterable[Leg], grain: int) -> int:
-    """Return the bytes of the storages that `legs` keep which rounding to `grain` leaves out."""
+    """Return the bytes of kept storages that rounding to `grain` leaves out."""
     return sum(
         chain.entry(leg.transition, leg.k)[1] % grain + sum(item.bytes % grain for item in leg.saved) for leg in legs
     )
 
 
 def choose_grain(chain: Chain, levels: tuple[int, int], *, may_lose: float = 0.0) -> int:
-    """Choose a grain within `levels`: the coarsest that loses no more than `may_lose` of the room by rounding.
+    """Choose the coarsest grain within `levels` that loses at most `may_lose` of the room by rounding.
 
     If there is none, the grain that loses least. All sizes are rounded once.
 
@@ -108,7 +108,7 @@ def _sizes(chain: Chain) -> Iterator[int]:
 
 
 class Table:
-    """R, and for every entry the run that it goes on with. Raises OutOfTime after `deadline_s`."""
+    """R, and the run that each entry goes on with. Raises OutOfTime after `deadline_s`."""
 
     def __init__(self, chain: Chain, grain: int, deadline_s: float = math.inf):
         self.chain = chain
@@ -128,26 +128,26 @@ class Table:
         self.cap_forward(self.values, 0)
 
     def floor(self, cut: int) -> int:
-        """The fewest grains that count as kept at `cut` (`offloading/relief.py`)."""
+        """Return the least number of grains that count as kept at `cut` (`offloading/relief.py`)."""
         return min(self.chain.problem.floor_bytes[cut] // self.grain, self.levels - 1)
 
     def _lift(self, cut: int) -> None:
-        """Who comes to `cut` with less goes on with the floor."""
+        """Raise levels below the floor at `cut` to the floor."""
         floor = self.floor(cut)
         for values, choice in zip(self.values[cut], self.choice[cut], strict=True):
             values[:floor], choice[:floor] = values[floor], choice[floor]
 
     def least_time_ns(self) -> float | None:
-        """The bound; None where no plan is left."""
+        """Return the bound; None if no plan is left."""
         least = float(self.values[0][0][0])
         return None if math.isinf(least) else max(least, 0.0)
 
     # Filling
 
     def through_transitions_into(self, b: int) -> Iterator[tuple[Transition, int, np.ndarray]]:
-        """Every transition that ends at `b`, with k at its start and R there if that transition is taken."""
+        """Yield every transition that ends at `b`, with k at its start and R there if that transition is taken."""
         chain = self.chain
-        folded: dict[frozenset[int], tuple[int, Values]] = {}  # by what is never recomputed: (down to where, R)
+        folded: dict[frozenset[int], tuple[int, Values]] = {}  # nodes never recomputed -> (first segment folded, R)
         for transition in chain.into[b]:
             after = self.values[b]
             if transition.saves:
@@ -162,33 +162,33 @@ class Table:
                     yield transition, k, through
 
     def after_saves(self, b: int) -> Values:
-        """R[b] where a region ends: what is kept there must leave room for its recomputation to begin."""
+        """Return R[b] where a region ends: the kept bytes must leave room for its recomputation to begin."""
         found = [values.copy() for values in self.values[b]]
         for k, values in enumerate(found):
             self.cap(values, self.chain.most_after_saves(b, k))
         return found
 
     def _fold(self, after: Values, segment: int, transition: Transition) -> Values:
-        """`after` with the choice of what regions that end as `transition` does save in `segment`."""
+        """Choose the saves in `segment` of regions that end as `transition` does."""
         for item in self.chain.items(segment, transition.b, transition.never_again):
             after = self.fold_item(after, item)
         return self.begun(after, segment, transition.b)
 
     def fold_item(self, after: Values, item: Item) -> Values:
-        """`after` with the choice of whether to save `item`."""
+        """Choose whether to save `item`."""
         if item.passes_on:
             return [self._saving(after[0], item, after[1])]
         return [self._saving(values, item, values) for values in after]
 
     def begun(self, after: Values, segment: int, b: int) -> Values:
-        """`after` where `segment` begins: what is made there is not kept yet, and what is kept is limited."""
+        """Return `after` where `segment` begins: its storages are not kept yet, and kept bytes are limited."""
         state_storage = self.chain.state_storages[b]
         if state_storage is not None and state_storage.segment == segment:
             after = after[:1]
         return self._capped(after, self.chain.inside[segment])
 
     def _capped(self, after: Values, most_bytes: int) -> Values:
-        """`after` with at most so many bytes kept."""
+        """Limit the bytes kept in `after`."""
         if most_bytes // self.grain >= self.levels - 1:
             return after
         found = [values.copy() for values in after]
@@ -197,7 +197,7 @@ class Table:
         return found
 
     def _saving(self, unsaved: np.ndarray, item: Item, saved: np.ndarray) -> np.ndarray:
-        """The better of not saving `item` and saving it."""
+        """Return the minimum of not saving `item` and saving it."""
         weight = item.bytes // self.grain
         if weight == 0 and unsaved is saved:
             return unsaved - item.time_ns
@@ -211,12 +211,12 @@ class Table:
         return result
 
     def entry(self, transition: Transition, k: int) -> tuple[int, int, int]:
-        """`Chain.entry` in grains."""
+        """Return `Chain.entry` in grains."""
         goes_on, adds, most = self.chain.entry(transition, k)
         return goes_on, adds // self.grain, most // self.grain
 
     def _through(self, after: Values, transition: Transition, k: int) -> np.ndarray | None:
-        """R at the start of `transition` if it is taken, for all levels that it allows."""
+        """Return R at the start of `transition` if it is taken, for all levels that it allows."""
         goes_on, shift, most = self.entry(transition, k)
         length = min(most + 1, self.levels - shift)
         if length <= 0:
@@ -241,7 +241,7 @@ class Table:
     # Reading
 
     def legs(self, spare_bytes: int = 0) -> list[Leg] | None:
-        """The plan that the table finds best if `spare_bytes` are taken from the start on, None if it finds none."""
+        """Read off the best plan by the table if `spare_bytes` are taken from the start on; None if there is none."""
         cut, k, level = 0, 0, -(-spare_bytes // self.grain)
         if level >= self.levels or np.isinf(self.values[0][0][level]):
             return None

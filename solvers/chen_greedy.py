@@ -32,7 +32,7 @@ def solve(problem: Problem, limits: Limits) -> Solution:
 
 
 def intervals(problem: Problem) -> Iterator[list[Region]]:
-    """Algorithm 3 for every b, from a region for every segment to one for every chain of them."""
+    """Yield the plans of Algorithm 3 for every b, from a region per segment to a region per chain."""
     found, sizes = free_segments(problem), kept_bytes(problem)
     limit = 0.0
     while limit < math.inf:
@@ -42,7 +42,7 @@ def intervals(problem: Problem) -> Iterator[list[Region]]:
 
 
 def _algorithm_3(found: Sequence[Sequence[Piece]], sizes: np.ndarray, limit: float) -> tuple[list[Region], float]:
-    """The intervals for b = `limit`, and the least b that makes a difference."""
+    """Return the intervals for b = `limit`, and the least b that changes them."""
     regions, least = [], math.inf
     for chain in found:
         begun, temp = 0, 0

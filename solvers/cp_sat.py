@@ -16,14 +16,14 @@ NAME = "cp-sat"
 
 
 def solve(problem: Problem, limits: Limits, *, start: Solution | None = None, keep: set[int] | None = None) -> Solution:
-    """See `program.solve`."""
+    """Solve as `program.solve` does."""
     return program.solve(NAME, CpSat, problem, limits, start=start, keep=keep)
 
 
 def least_peak(
     problem: Problem, limits: Limits, *, keep: set[int] | None = None
 ) -> tuple[int, tuple[Region, ...], float]:
-    """See `program.least_peak`."""
+    """Find the least peak as `program.least_peak` does."""
     return program.least_peak(CpSat, problem, limits, keep=keep)
 
 
@@ -79,9 +79,9 @@ class CpSat:
         return Outcome(found, values, bound, interrupted=interrupted)
 
     def _solve(self, solver: cp_model.CpSolver, watch: _Watch | None) -> tuple[cp_model.CpSolverStatus, bool]:
-        """Return the solver's status, and whether the user pressed Ctrl-C, which it takes for a limit that is reached.
+        """Return the solver's status, and whether the user pressed Ctrl-C, which it reports as a reached limit.
 
-        Python hears of a signal in its main thread only, and there only while that is not in the solver.
+        Python receives signals in its main thread only, and only while that is not in the solver.
         """
         solver.parameters.catch_sigint_signal = False
         results: list[cp_model.CpSolverStatus] = []
@@ -109,7 +109,7 @@ class CpSat:
 
 
 class _Watch(cp_model.CpSolverSolutionCallback):
-    """Hears of better plans and of better bounds."""
+    """Receives better plans and better bounds."""
 
     def __init__(self, on_progress: Progress):
         super().__init__()

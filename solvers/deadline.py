@@ -13,11 +13,11 @@ class OutOfTime(Exception):
 
 
 def deadline_of(limits: Limits, started: float, share: float = 1.0) -> float:
-    """When a share of the time limit is over that began at `started`, in seconds of the monotonic clock."""
+    """Return when a share of the time limit that began at `started` ends, in seconds of the monotonic clock."""
     return math.inf if limits.time_s is None else started + share * limits.time_s
 
 
 def check_time(deadline_s: float) -> None:
-    """Raises OutOfTime after `deadline_s`."""
+    """Raise OutOfTime after `deadline_s`."""
     if time.monotonic() > deadline_s:
         raise OutOfTime

@@ -30,18 +30,18 @@ from remat.solvers.deadline import deadline_of
 from remat.solvers.heuristic import Proposal, excess_bytes, fewest_that_fit, recompute_ns
 from remat.solvers.least_peak import least_peak
 
-CHAIN_SHARE = 0.8  # of a time limit: what it does not prove, the search of what is left rarely does
+CHAIN_SHARE = 0.8  # of a time limit: the search in the remaining time rarely proves more
 ALONE_SHARE = 0.4  # of a time limit, for the plan without offloads: the one with them is never slower
-ROUNDS = (0.5, 0.7, 1.0)  # of what is left of the chain's time, with a link
-LESS = 0.98  # of what is recomputed: with no less there is no other round
+ROUNDS = (0.5, 0.7, 1.0)  # of the rest of the chain's time, with a link
+LESS = 0.98  # of the recompute time: another round needs at least this reduction
 LATE = 0.3  # of a time limit: with less left no other search is begun
-MANY_RUNS = 500  # where SMALL_GAP is to be gained among so many, the search is not worth its time
+MANY_RUNS = 500  # with more runs, a search for the last SMALL_GAP is not worth its time
 MANY_TRANSITIONS = 20_000  # too many even to tell which runs are useful, for that gap
 HEURISTICS = (first_k.solve, save_matmuls.solve, chen_greedy.solve, greedy.solve)
 
 
 def solve(problem: Problem, limits: Limits) -> Solution:
-    """The plan with least recompute time within the budget, with a bound; see `Solution` for the statuses."""
+    """Find the plan with least recompute time within the budget, with a bound; see `Solution` for the statuses."""
     started = time.monotonic()
     start = limits.start if limits.start is not None else _guess(problem)
     if problem.link is not None:
@@ -75,7 +75,7 @@ def _tell(limits: Limits, objective_us: float, bound_us: float) -> None:
 
 
 def _is_late(limits: Limits, started: float) -> bool:
-    """Whether too little of a time limit is left to begin with anything."""
+    """Return whether too little of the time limit is left to begin anything."""
     return limits.time_s is not None and (limits.left(started).time_s or 0.0) < LATE * limits.time_s
 
 
@@ -90,7 +90,7 @@ def _by_chain(problem: Problem, limits: Limits) -> tuple[chain_dp.Found, Solutio
 
 
 def _by_chains(problem: Problem, limits: Limits, start: Proposal) -> tuple[Problem, chain_dp.Found, Solution]:
-    """Solve along chains, and return the result with the problem as it was tightened last."""
+    """Solve along chains, and return the result with the problem as it was last tightened."""
     started, fits = time.monotonic(), not excess_bytes(problem, start)
     most_us = problem.objective_ns(start) / NS if fits else math.inf
     for share in ROUNDS if problem.link is not None else (1.0,):
@@ -103,14 +103,14 @@ def _by_chains(problem: Problem, limits: Limits, start: Proposal) -> tuple[Probl
 
 
 def _better(problem: Problem, one: Proposal, other: Proposal) -> Proposal:
-    """That of two plans, the second of which keeps the budget, which is faster and keeps it."""
+    """Return the faster plan that keeps the budget; only the first of the two may exceed it."""
     if excess_bytes(problem, one) or problem.objective_ns(one) >= problem.objective_ns(other):
         return other
     return one
 
 
 def _guess(problem: Problem) -> Proposal:
-    """A heuristic's plan that keeps the budget, if one is quickly found."""
+    """Return a heuristic's plan that keeps the budget, if one is quickly found."""
     if problem.space.modules is not None:
         return ()
     families = [every_block.regions(problem), *save_matmuls.policies(problem)]
@@ -119,7 +119,7 @@ def _guess(problem: Problem) -> Proposal:
 
 
 def _by_heuristics(problem: Problem, limits: Limits, solution: Solution, started: float) -> Solution:
-    """`solution`, or a heuristic's plan if that is better; heuristics know nothing of regions that must be modules."""
+    """Return `solution`, or a heuristic's plan if that is better; heuristics ignore that regions must be modules."""
     if problem.space.modules is not None:
         return solution
     for heuristic in HEURISTICS:
@@ -132,7 +132,7 @@ def _by_heuristics(problem: Problem, limits: Limits, solution: Solution, started
 
 
 def _with_plan(problem: Problem, limits: Limits, solution: Solution, regions: Proposal) -> Solution:
-    """`solution` with another plan that keeps the budget, if that is better than its own."""
+    """Return `solution` with another plan that keeps the budget, if that plan is better."""
     objective_us = problem.objective_ns(regions) / NS
     if solution.status != "unknown" and solution.objective_us <= objective_us:
         return solution
@@ -141,7 +141,7 @@ def _with_plan(problem: Problem, limits: Limits, solution: Solution, regions: Pr
 
 
 def _searched(problem: Problem, limits: Limits, found: chain_dp.Found, start: Solution, started: float) -> Solution:
-    """`start`, or what the program makes of it where that is worth the time, and OR-tools is there to solve it."""
+    """Improve `start` by the program, if that is worth the time and OR-tools is installed."""
     if not has_ortools() or limits.left(started).time_s == 0 or (start.fits and _is_late(limits, started)):
         return start
     small = start.status == "feasible" and start.gap <= SMALL_GAP

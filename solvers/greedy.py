@@ -41,7 +41,7 @@ TAKING_BACK = 24  # judgements, at most
 
 
 def solve(problem: Problem, limits: Limits) -> Solution:
-    """The better of two: regions of a segment each, or of a layer each."""
+    """Return the better of two plans: regions of a segment each, or of a layer each."""
     chains = (free_segments(problem), layers(problem))
     pieces = (list(itertools.chain.from_iterable(found)) for found in chains)
     return judge(problem, "greedy", (greedy(problem, found) for found in pieces))
@@ -49,7 +49,7 @@ def solve(problem: Problem, limits: Limits) -> Solution:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How a piece is executed: its region, None for plain; what that takes and frees."""
+    """A way to execute a piece: its region, None for plain; its time and the bytes that it frees."""
 
     region: Region | None
     time_ns: int = 0
@@ -57,14 +57,14 @@ class Way:
 
 
 def greedy(problem: Problem, pieces: Sequence[Piece]) -> Proposal:
-    """The greedy plan of regions that are `pieces`; where none fits, the nearest of the prefixes tried."""
+    """Return the greedy plan of regions that are `pieces`; if none fits, the nearest of the prefixes tried."""
     freed = Freed(problem)
     search = _GreedySearch(problem, [hull(list(ways(problem, freed, piece))) for piece in pieces])
     return search.plan(search.fitting_levels())
 
 
 def ways(problem: Problem, freed: Freed, piece: Piece) -> Iterator[Way]:
-    """All ways to execute `piece`, none taking less time than the one before."""
+    """Yield all ways to execute `piece`, by rising time."""
     yield Way(None)
     nodes = [node for node in problem.liveness.save_time_ns if piece[0] <= node < piece[1]]
     whole = plan_of(problem, [Region(*piece, tuple(nodes))])
@@ -81,12 +81,12 @@ def ways(problem: Problem, freed: Freed, piece: Piece) -> Iterator[Way]:
 
 
 def ratio(left: Way, right: Way) -> float:
-    """Bytes that the step from `left` to `right` frees per nanosecond."""
+    """Return the bytes that the step from `left` to `right` frees per nanosecond."""
     return (right.freed_bytes - left.freed_bytes) / max(right.time_ns - left.time_ns, 1)
 
 
 def hull(found: Sequence[Way]) -> list[Way]:
-    """The upper hull of (time, bytes freed): from one way to the next, the ratio falls and is positive."""
+    """Return the upper hull of (time, bytes freed): from one way to the next, the ratio falls and is positive."""
     kept = [found[0]]
     for way in found[1:]:
         if way.freed_bytes <= kept[-1].freed_bytes:
@@ -98,7 +98,7 @@ def hull(found: Sequence[Way]) -> list[Way]:
 
 
 class Freed:
-    """Estimates of what a piece keeps if it is plain, and a save if it is made."""
+    """Estimates of the bytes that a plain piece keeps, and that a save keeps."""
 
     def __init__(self, problem: Problem):
         self.problem, storages = problem, problem.graph.storages
@@ -107,7 +107,7 @@ class Freed:
         self.last_taken = last_taken(problem.graph)
 
     def by(self, piece: Piece) -> int:
-        """Bytes that autograd keeps of what `piece` makes for itself, less what only its being a region keeps."""
+        """Return the bytes that autograd keeps inside `piece`, less those that only its being a region keeps."""
         first, end = piece
         sizes = self.problem.graph.storages.size_bytes
         own = (self.node >= first) & (self.node < end) & (self.last_taken < end)
@@ -130,7 +130,7 @@ def last_taken(graph: Graph) -> np.ndarray:
 
 
 class _GreedySearch:
-    """How far to go along the ways of every piece: `levels[i]` is an index into `ways[i]`."""
+    """The position on every piece's ways: `levels[i]` is an index into `ways[i]`."""
 
     def __init__(self, problem: Problem, found: list[list[Way]]):
         self.problem, self.ways = problem, found
@@ -143,7 +143,7 @@ class _GreedySearch:
         self.steps = [i for _, i, _ in sorted(steps)]
 
     def levels_after(self, count: int) -> list[int]:
-        """The levels that the first `count` steps lead to."""
+        """Return the levels that the first `count` steps lead to."""
         return np.bincount(self.steps[:count], minlength=len(self.ways)).tolist()
 
     def plan(self, levels: Iterable[int]) -> Proposal:
@@ -154,7 +154,7 @@ class _GreedySearch:
         return excess_bytes(self.problem, self.plan(levels))
 
     def fitting_levels(self) -> list[int]:
-        """Select as many of the first steps as needed, less superfluous ones; the nearest if none fit."""
+        """Select as many of the first steps as needed, without superfluous ones; the nearest if none fit."""
         counts = sorted({len(self.steps) * i // PREFIXES for i in range(PREFIXES + 1)})
         nearest, too_few = (self.excess(self.levels_after(0)), 0), 0
         for count in counts[1:]:
@@ -174,7 +174,7 @@ class _GreedySearch:
         return self.taken_back(self.levels_after(enough))
 
     def taken_back(self, levels: list[int]) -> list[int]:
-        """`levels` without steps that are not needed: of all pieces, of the late half, of a quarter, and so on."""
+        """Take back steps that are not needed: of all pieces, of the late half, of a quarter, and so on."""
         groups = [[i for i, level in enumerate(levels) if level]]
         for _ in range(TAKING_BACK):
             groups = [group for group in ([i for i in group if levels[i]] for group in groups) if group]

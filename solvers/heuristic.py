@@ -28,7 +28,7 @@ MOST = 100  # of a family are judged at first: a judgement takes milliseconds, t
 
 
 def judge(problem: Problem, name: str, *families: Iterable[Proposal]) -> Solution:
-    """The proposal with least recompute time that keeps the budget; where none does, "unknown" with the nearest.
+    """Return the proposal with least recompute time that fits; if none does, the nearest as "unknown".
 
     Neighbours in a family differ little: a long one is sampled, then searched around the best of the sample.
     """
@@ -50,7 +50,10 @@ _Judged = tuple[float, int, Proposal]  # bytes over the budget, recompute time i
 
 
 def _best(problem: Problem, proposals: Iterable[Proposal], best: _Judged) -> _Judged:
-    """The better of `best` and the best proposal. Cheap ones first: what takes longer than one that fits is left."""
+    """Return the better of `best` and the best proposal.
+
+    Proposals are tried by rising time, until one fits.
+    """
     for time_ns, regions in sorted((recompute_ns(problem, regions), regions) for regions in set(proposals)):
         if best[0] == 0 and best[1] <= time_ns:
             break
@@ -78,7 +81,7 @@ def excess_bytes(problem: Problem, regions: Proposal) -> int:
 
 
 def recompute_ns(problem: Problem, regions: Proposal) -> int:
-    """Time of all that `plan_of` plans recompute, without asking for their memory."""
+    """Return the time of everything that `plan_of` plans recompute, without evaluating their memory."""
     total = 0
     for region in regions:
         again = problem.memory.recomputation(region)
@@ -89,10 +92,10 @@ def recompute_ns(problem: Problem, regions: Proposal) -> int:
 
 
 def plan_of(problem: Problem, regions: Iterable[Region]) -> Proposal:
-    """`regions` as a plan of the problem's space.
+    """Turn `regions` into a plan of the problem's space.
 
-    Left out are regions of which nothing is recomputed, that are too long, or no modules where they must be, and saves
-    of what takes no time or is not recomputed anyway (early stop).
+    Dropped are regions without recomputation, too long ones, those that are no modules if they must be, and saves of
+    nodes that take no time or are not recomputed anyway (early stop).
     """
     found = []
     for region in regions:
@@ -107,7 +110,7 @@ def plan_of(problem: Problem, regions: Iterable[Region]) -> Proposal:
 
 
 def layers(problem: Problem) -> list[list[Piece]]:
-    """The model's layers that the space can make regions, in chains (see `chains`)."""
+    """Return the model's layers that the space can make regions, in chains (see `chains`)."""
     segments = problem.space.segments
     starts = {segment.first: i for i, segment in enumerate(segments)}
     ends = {segment.end: i + 1 for i, segment in enumerate(segments)}
@@ -120,12 +123,12 @@ def layers(problem: Problem) -> list[list[Piece]]:
 
 
 def free_segments(problem: Problem) -> list[list[Piece]]:
-    """The segments that may be regions, in chains."""
+    """Return the segments that may be regions, in chains."""
     return chains(problem, [(s.first, s.end) for s in problem.space.segments if not s.plain])
 
 
 def chains(problem: Problem, pieces: Iterable[Piece]) -> list[list[Piece]]:
-    """`pieces`, those together that follow each other without a gap in one graph call: they can be one region."""
+    """Group pieces that follow each other without a gap in one graph call: they can be one region."""
     nodes = problem.graph.nodes
     found: list[list[Piece]] = []
     for first, end in pieces:
@@ -141,5 +144,5 @@ def joined(pieces: Sequence[Piece]) -> Region:
 
 
 def grouped(found: Iterable[Sequence[Piece]], width: int) -> list[Region]:
-    """Regions of `width` pieces each; the last of a chain has what is left."""
+    """Make regions of `width` pieces each; the last of a chain has the rest."""
     return [joined(chain[i : i + width]) for chain in found for i in range(0, len(chain), width)]

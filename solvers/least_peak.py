@@ -30,7 +30,7 @@ from remat.solvers.chain import Case, Chain, Transition, storages_outside
 from remat.solvers.deadline import OutOfTime, check_time, deadline_of
 
 MOST_STATES = 500  # at a cut
-NOTHING = -(1 << 62)  # what may be kept where nothing goes on
+NOTHING = -(1 << 62)  # the bytes that may be kept without any continuation
 
 
 class TooManyStates(Exception):
@@ -39,7 +39,7 @@ class TooManyStates(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class LeastPeak:
-    """A plan's peak, and what no plan's peak is below."""
+    """A plan's peak, and a lower bound on every plan's peak."""
 
     peak_bytes: int
     regions: tuple[Region, ...]
@@ -51,7 +51,7 @@ class LeastPeak:
 
 
 def least_peak(problem: Problem, limits: Limits) -> LeastPeak:
-    """The plan of the problem's space with the least peak that is found in time, whatever the problem's budget."""
+    """Find the plan with the least peak in the problem's space, as far as time allows, whatever the budget."""
     started = time.monotonic()
     highest = problem.with_budget(problem.memory.peak_without_regions)
     best = LeastPeak(highest.budget_bytes, (), problem.optimizer_peak_bytes)
@@ -68,7 +68,7 @@ def least_peak(problem: Problem, limits: Limits) -> LeastPeak:
 
 
 def _better(best: LeastPeak, problem: Problem, regions: tuple[Region, ...] | None) -> LeastPeak:
-    """`best`, or the plan `regions` where its peak is lower."""
+    """Return `best`, or the plan `regions` if its peak is lower."""
     if regions is None:
         return best
     for plan in (regions, _without_workspace(problem, regions)):
@@ -79,10 +79,9 @@ def _better(best: LeastPeak, problem: Problem, regions: tuple[Region, ...] | Non
 
 
 def _halved(best: LeastPeak, chain: Chain, deadline_s: float) -> LeastPeak:
-    """`best` with a bound that what is set aside does not lower, and with better plans that are found on the way.
+    """Bisect budgets to raise the bound of `best`, counting storages set aside, and to find better plans.
 
-    First a budget of one byte less than the best plan's peak is tried, again where that finds a better one, as far as
-    there is time until `deadline_s`.
+    The first budget is one byte less than the best plan's peak, again after each better plan, until `deadline_s`.
     """
     with contextlib.suppress(OutOfTime, TooManyStates):
         budget = highest = best.peak_bytes - 1
@@ -98,9 +97,9 @@ def _halved(best: LeastPeak, chain: Chain, deadline_s: float) -> LeastPeak:
 
 
 def _searched(problem: Problem, limits: Limits, best: LeastPeak, keep: set[int], started: float) -> LeastPeak:
-    """`best`, or what CP-SAT finds among the runs in `keep`, which are all that a lower peak could be made of.
+    """Improve `best` by CP-SAT among the runs in `keep`, which contain every plan with a lower peak.
 
-    Without OR-tools it is `best`, and its bound is the chain's.
+    Without OR-tools, `best` is returned with the chain's bound.
     """
     if not keep:
         return dataclasses.replace(best, bound_bytes=best.peak_bytes)
@@ -118,7 +117,7 @@ def _searched(problem: Problem, limits: Limits, best: LeastPeak, keep: set[int],
 
 
 def _without_workspace(problem: Problem, regions: tuple[Region, ...]) -> tuple[Region, ...]:
-    """`regions`, where the node that is recomputed at the peak is saved instead: that spares its kernel's workspace."""
+    """Save the node that is recomputed at the peak, which spares its kernel's workspace."""
     curve = problem.memory.curve(regions)
     top, node = int(curve.region[curve.peak_at]), int(problem.graph.op_node[curve.op[curve.peak_at]])
     if top < 0 or regions[top].inner or node not in problem.liveness.save_time_ns:
@@ -127,14 +126,14 @@ def _without_workspace(problem: Problem, regions: tuple[Region, ...]) -> tuple[R
     return (*regions[:top], dataclasses.replace(regions[top], saved=saved), *regions[top + 1 :])
 
 
-_State = tuple[int, int]  # k, and what is kept aside, a bit each
+_State = tuple[int, int]  # k, and the storages kept aside, a bit each
 
 
 class _Extents:
-    """M, and with it the least that a plan takes.
+    """M, the minimum that a plan takes.
 
     A chain that counts forward-held bytes and one that does not both give a bound (`Chain.forward_held_percent`).
-    Counting them is tighter where backward limits what is kept, as it does here.
+    Counting them is tighter if backward limits the kept bytes, as it does here.
     """
 
     def __init__(self, problem: Problem):
@@ -163,7 +162,7 @@ class _Extents:
         return min(most, after - adds)
 
     def _after(self, transition: Transition, k: int) -> tuple[int, int]:
-        """(what may be kept behind `transition`, which leaves state `k`; the state that it does best to leave)."""
+        """Return (limit on bytes kept behind `transition`, best state to leave) if it leaves state `k`."""
         most = self.most[transition.b]
         if not transition.saves:
             return most[k], k
@@ -175,11 +174,11 @@ class _Extents:
 
     @property
     def least_bytes(self) -> int:
-        """No plan has a lower peak."""
+        """A lower bound on every plan's peak."""
         return self.problem.budget_bytes - self.most[0][0]
 
     def plan(self) -> tuple[Region, ...] | None:
-        """The plan that M is read off, saves left out; None where there is none."""
+        """Read off the plan of M, without saves; None if there is none."""
         regions, cut, k = [], 0, 0
         while cut < self.chain.count:
             transition = self.choice[cut][k]
@@ -193,7 +192,7 @@ class _Extents:
         return tuple(regions)
 
     def useful(self, peak_bytes: int) -> set[int]:
-        """Runs that a plan with a peak below `peak_bytes` may contain."""
+        """Return the runs that a plan with a peak below `peak_bytes` may contain."""
         chain, found = self.chain, set[int]()
         kept = [np.full(len(states), -NOTHING) for states in self.most]  # at least, before every cut
         kept[0][0] = 0
@@ -213,10 +212,10 @@ class _Extents:
 
 
 class _Reach:
-    """The fewest bytes kept at every cut, by state and by what is kept of that which is set aside, within a budget.
+    """The fewest bytes kept at every cut within a budget, by state and by the kept storages set aside.
 
-    Times are no matter, so of two with the same of both the one that keeps less is enough; so is one that keeps less
-    even with all that it lacks of the other's. Saves are left out, but for those of the state storage.
+    Times do not matter: of two entries with equal state and storages, the one that keeps less is enough; so is one that
+    keeps less even with everything that it lacks. Saves are left out, except those of the state storage.
 
     Raises OutOfTime after `deadline_s`, and TooManyStates.
     """
@@ -239,7 +238,7 @@ class _Reach:
                     self._take(transition, state, kept)
 
     def _fewest(self, cut: int) -> dict[_State, int]:
-        """Select storages kept at `cut` that are within its limit and that no other state beats."""
+        """Select sets of storages kept at `cut` that are within its limit and that no other state beats."""
         chain, floor = self._chain, self._chain.problem.floor_bytes[cut] + self._spare
         found: dict[_State, int] = {}
         if len(self._kept[cut]) > MOST_STATES:
@@ -275,7 +274,7 @@ class _Reach:
                 self._came[b, (end, aside)] = transition, state
 
     def plan(self) -> tuple[Region, ...] | None:
-        """One that is within the budget as the chain counts; None where no plan is."""
+        """Return a plan that is within the budget as the chain counts; None if there is none."""
         cut = self._chain.count
         state = next(iter(self._kept[cut]), None)
         if state is None:

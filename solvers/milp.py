@@ -50,12 +50,12 @@ def solve(
     keep: set[int] | None = None,
     engine: Engine = "highs",
 ) -> Solution:
-    """See `program.solve`."""
+    """Solve as `program.solve` does."""
     return program.solve(NAME, lambda made: Milp(made, engine), problem, limits, start=start, keep=keep)
 
 
 def _power_of_two(ratio: float) -> int:
-    """The least power of two, not below 1, that is no less than `ratio`."""
+    """Return the least power of two that is at least `ratio` and at least 1."""
     return 1 << max(math.ceil(math.log2(ratio)), 0) if ratio > 1 else 1
 
 
@@ -122,7 +122,7 @@ class Milp:
         return [round(value * scale) for value, scale in zip(values, self.scales, strict=True)]
 
     def _bound(self, dual_bound: float) -> int:
-        """`dual_bound` in the program's unit, less what tolerances may have lent it."""
+        """Return `dual_bound` in the program's unit, less the error that tolerances may cause."""
         if not math.isfinite(dual_bound):
             return 0
         ranges = sum(variable.most / scale for variable, scale in zip(self.program.variables, self.scales, strict=True))
@@ -130,12 +130,12 @@ class Milp:
         return max(math.ceil((dual_bound - lent) * self.objective_scale), 0)
 
     def _solve(self, limits: Limits, time_s: float | None) -> tuple[mathopt.SolveResult | None, bool]:
-        """The result, None if the engine was left alone; and whether the user pressed Ctrl-C.
+        """Return the result, None if the engine was abandoned, and whether the user pressed Ctrl-C.
 
-        MathOpt swallows Ctrl-C in the thread that it works in, so that is another one.
+        MathOpt swallows Ctrl-C in its own thread, so it runs in another one.
         """
         parameters = mathopt.SolveParameters(relative_gap_tolerance=limits.gap, random_seed=limits.seed)
-        parameters.gscip.bool_params["misc/catchctrlc"] = True  # MathOpt's interrupter makes SCIP complain of events
+        parameters.gscip.bool_params["misc/catchctrlc"] = True  # with MathOpt's interrupter, SCIP complains of events
         if time_s is not None:
             parameters.time_limit = datetime.timedelta(seconds=time_s)
         hint = mathopt.SolutionHint({self.columns[v]: float(value) for v, value in self.program.hints.items()})

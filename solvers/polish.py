@@ -17,7 +17,7 @@ TRIES = 12
 
 
 def polish(problem: Problem, regions: tuple[Region, ...]) -> tuple[Region, ...] | None:
-    """`regions` with other saves, within the budget; None if saving less does not get there."""
+    """Change the saves of `regions` so that they fit the budget; None if saving less is not enough."""
     for _ in range(TRIES):
         excess = problem.curve(regions).peak_bytes - problem.budget_bytes
         if excess <= 0:
@@ -31,7 +31,10 @@ def polish(problem: Problem, regions: tuple[Region, ...]) -> tuple[Region, ...] 
 
 
 def _cheapest(problem: Problem, saved: Sequence[int], excess: int) -> set[int]:
-    """Nodes of `saved` that together keep `excess` bytes, of little time: the better of one node, and of many."""
+    """Return nodes of `saved` that together keep `excess` bytes, of little time: one node, or many.
+
+    The faster of both ways is taken.
+    """
     time_ns, size = problem.liveness.save_time_ns, {v: _bytes(problem, v) for v in saved}
     single = min((v for v in saved if size[v] >= excess), key=lambda v: time_ns[v], default=None)
     many: list[int] = []
@@ -48,7 +51,7 @@ def _cheapest(problem: Problem, saved: Sequence[int], excess: int) -> set[int]:
 
 
 def _fill(problem: Problem, regions: tuple[Region, ...], slack: int) -> tuple[Region, ...]:
-    """`regions` with more saves, as far as `slack` bytes and the evaluator allow."""
+    """Add saves to `regions`, as far as `slack` bytes and the evaluator allow."""
     runs = [problem.runs[i] for i in problem.runs_of(regions)]
     saved = {v for region in regions for v in region.saved}
     open_ = [

@@ -69,9 +69,9 @@ class Variable:
 
 @dataclasses.dataclass(frozen=True)
 class Constraint:
-    """sum of coefficient * variable <= most (= most, if `equal`), where variable `when` is 1.
+    """A constraint: sum of coefficient * variable <= most (= most, if `equal`), if variable `when` is 1.
 
-    slack  what may be added to `most` where `when` is 0: every plan keeps that as well
+    slack  may be added to `most` if `when` is 0: every plan keeps that limit too
     """
 
     terms: Terms
@@ -94,13 +94,13 @@ class Outcome:
 class Backend(Protocol):
     """A solver's own model of a program.
 
-    precision  relative error of its arithmetic: a smaller gap is none
+    precision  relative error of its arithmetic: smaller gaps count as closed
     """
 
     precision: float
 
     def run(self, limits: Limits, time_s: float | None, on_progress: Progress | None) -> Outcome:
-        """Solve the program with all that was added to it since the last time."""
+        """Solve the program with everything added since the last time."""
 
 
 MakeBackend = Callable[["Program"], Backend]
@@ -115,9 +115,9 @@ def solve(
     start: Solution | None = None,
     keep: set[int] | None = None,
 ) -> Solution:
-    """The plan with least recompute time within `problem.budget_bytes`, and a bound on it.
+    """Find the plan with least recompute time within `problem.budget_bytes`, and a bound.
 
-    start  what another solver found: its plan is the first hint, its bound a row
+    start  another solver's solution: its plan is the first hint, its bound a row
     keep   indices of the runs that may be chosen besides those of the plan to start from, None for all; the caller
            guarantees that no plan with another run is better
     """
@@ -175,7 +175,7 @@ def _program(problem: Problem, limits: Limits, found: _Found, keep: set[int] | N
 
 
 def _search(program: Program, backend: Backend, limits: Limits, found: _Found, started: float) -> None:
-    """Improve `found`: solve, judge, add the row that is broken most, and again."""
+    """Improve `found`: solve, judge, add the most violated row, and repeat."""
     problem = program.problem
     found.precision = backend.precision
     for rounds in range(1, MOST_ROUNDS + 1):
@@ -201,7 +201,7 @@ def _search(program: Program, backend: Backend, limits: Limits, found: _Found, s
 
 
 def _best_known(name: str, problem: Problem, limits: Limits, start: Solution | None) -> Solution:
-    """The better of the plans to start from that keep the budget."""
+    """Return the best plan to start from that keeps the budget."""
     known = [start] if start is not None and start.status == "feasible" else []
     if limits.start is not None and problem.curve(limits.start).peak_bytes <= problem.budget_bytes:
         known.append(Solution(name, "feasible", limits.start, problem.objective_ns(limits.start) / NS))
@@ -211,9 +211,9 @@ def _best_known(name: str, problem: Problem, limits: Limits, start: Solution | N
 def least_peak(
     make: MakeBackend, problem: Problem, limits: Limits, *, keep: set[int] | None = None
 ) -> tuple[int, tuple[Region, ...], float]:
-    """(peak bytes, regions, lower bound in bytes) of the plan of this space with the least peak.
+    """Return (peak bytes, regions, lower bound in bytes) of the plan with the least peak in the space.
 
-    `problem.budget_bytes` must be a peak that some plan reaches, of runs in `keep`. Nothing is saved: saving never
+    `problem.budget_bytes` must be a peak that some plan reaches, made of runs in `keep`. Nothing is saved: saving never
     lowers a peak by more than a workspace.
     """
     started = time.monotonic()
@@ -246,7 +246,7 @@ def least_peak(
 
 
 def over_budget(problem: Problem, regions: tuple[Region, ...]) -> Row | None:
-    """The exact row that the plan breaks most, None if it keeps the budget until the optimizer steps."""
+    """Return the exact row that the plan violates most, None if it keeps the budget before the optimizer step."""
     curve = problem.curve(regions)
     position = int(np.where(curve.op < problem.graph.backward_end, curve.alive_bytes, -1).argmax())
     if curve.alive_bytes[position] <= problem.budget_bytes:
@@ -263,7 +263,7 @@ def over_budget(problem: Problem, regions: tuple[Region, ...]) -> Row | None:
 
 
 class Program:
-    """Variables, constraints and objective, and what was added since.
+    """The variables, constraints and objective, and rows added later.
 
     least_peak  minimise the peak, up to `problem.budget_bytes`, in place of (1); nothing is saved then
     keep        indices of the runs that may be chosen, None for all; nothing is built for the others
@@ -322,7 +322,7 @@ class Program:
         self.constraints.append(Constraint(tuple(terms), most, equal))
 
     def _holding(self) -> list[list[int]]:
-        """Return for every segment the runs that hold it."""
+        """Return the runs that contain each segment."""
         holding: list[list[int]] = [[] for _ in self.problem.space.segments]
         for index in self.x:
             for segment in range(self.problem.runs[index].a, self.problem.runs[index].b):
@@ -346,7 +346,7 @@ class Program:
                     self._require([(self.s[v], 1), *recomputing], 0)
 
     def _recomputed_by(self, segment: int, saves: list[int]) -> Iterator[tuple[Terms, list[int]]]:
-        """Less the x of runs that recompute nodes of `segment` which may be saved, with those nodes."""
+        """Yield minus the x of runs that recompute nodes of `segment` which may be saved, with those nodes."""
         able = {i: run for i in self.holding[segment] if (run := self.problem.runs[i]).region and not run.region.inner}
         never = {i: run.never_again for i, run in able.items()}
         grouped: dict[frozenset[int], list[int]] = {}
@@ -378,7 +378,7 @@ class Program:
                 self.k[shared.storage, site] = before
 
     def _prefixes(self) -> list[int | None]:  # (5)
-        """P[0..m]; None is zero."""
+        """Add P[0..m]; None is zero."""
         problem, count = self.problem, len(self.problem.space.segments)
         added: list[list[tuple[int, int]]] = [[] for _ in range(count)]
         for a in range(count):
@@ -433,7 +433,7 @@ class Program:
         )
 
     def _prefix_terms(self, row: Row, grain: int) -> list[tuple[int, int]]:
-        """kept_p of (6), its saves aside; in bytes without P, whose terms are rounded."""
+        """Return the terms of kept_p in (6), without its saves; in bytes without P, whose terms are rounded."""
         problem = self.problem
         terms: list[tuple[int, int]] = []
         rounded = grain == self.grain
@@ -452,7 +452,7 @@ class Program:
         return terms
 
     def _open(self, segment: int) -> list[tuple[SharedStorage, int]]:
-        """Storages made before `segment` that segments before it may keep, with the k that says so."""
+        """Return the storages made before `segment` that earlier segments may keep, with their k."""
         if segment not in self._opened:
             sites = (
                 (shared, shared.site_before(segment))
@@ -474,12 +474,12 @@ class Program:
         return terms
 
     def bound_below(self, bound_us: float) -> None:
-        """Say that no plan takes less than `bound_us`."""
+        """Require that every plan takes at least `bound_us`."""
         if bound_us > 0:
             self._require(((variable, -time) for variable, time in self.objective), -math.floor(bound_us * NS))
 
     def _chosen(self, regions: tuple[Region, ...]) -> tuple[set[int], set[int]]:
-        """The x and s that are 1 in a plan."""
+        """Return the x and s that are 1 in a plan."""
         chosen = {self.x[i] for i in self.problem.runs_of(regions) if i in self.x}
         return chosen, {self.s[v] for region in regions for v in region.saved if v in self.s}
 
@@ -490,7 +490,7 @@ class Program:
         self.hints |= {variable: int(variable in saved) for variable in self.s.values()}
 
     def exclude(self, regions: tuple[Region, ...]) -> None:
-        """Rule out this one plan, which is over budget, whatever the rows say."""
+        """Exclude this one plan, which is over budget, whatever the rows say."""
         chosen, saved = self._chosen(regions)
         terms = [(x, 1) for x in chosen] + [(s, 1 if s in saved else -1) for s in self.s.values()]
         self._require(terms, len(chosen) + len(saved) - 1)
@@ -499,7 +499,7 @@ class Program:
         return sum(coefficient * values[variable] for variable, coefficient in self.objective)
 
     def regions(self, values: Sequence[int]) -> tuple[Region, ...]:
-        """The plan that `values` stand for."""
+        """Return the plan that `values` describe."""
         chosen = [self.problem.runs[i].region for i, x in self.x.items() if values[x]]
         saved = [v for v, s in self.s.items() if values[s]]
         regions = [

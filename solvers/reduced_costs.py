@@ -22,7 +22,7 @@ RECENT = 2  # segments
 
 
 def useful_runs(table: Table, most_ns: float, deadline_s: float = math.inf) -> set[int]:
-    """Runs that a plan faster than `most_ns` may contain. Raises OutOfTime after `deadline_s`."""
+    """Return the runs that a plan faster than `most_ns` may contain. Raises OutOfTime after `deadline_s`."""
     chain, reached = table.chain, _Reached(table, deadline_s).values
     found: set[int] = set()
     for b in range(chain.count, 0, -1):
@@ -60,14 +60,14 @@ class _Reached:
                     self._reach(transition, k, [_up_to(before, most)])
 
     def _lift(self, cut: int) -> None:
-        """Who comes to `cut` with less than its floor goes on with the floor."""
+        """Raise levels below the floor at `cut` to the floor."""
         floor = self.table.floor(cut)
         for values in self.values[cut]:
             values[floor] = values[: floor + 1].min()
             values[:floor] = np.inf
 
     def _save_from(self, before: np.ndarray, k: int, transitions: list[Transition]) -> None:
-        """Take regions that save and start at one cut, where `before` is V for `k`, into account at their ends."""
+        """Reach the ends of saving regions that start at one cut, where `before` is V for `k`."""
         chain, settled = self.table.chain, transitions[0].a
         folded = _up_to(before, max(self.table.entry(transition, k)[2] for transition in transitions))
         for transition in sorted(transitions, key=lambda transition: transition.b):
@@ -87,7 +87,7 @@ class _Reached:
             self._reach(transition, k, values)
 
     def _reach(self, transition: Transition, k: int, values: Values) -> None:
-        """Take `transition`, after whose saves V is `values`, into account at its end."""
+        """Reach the end of `transition`, after whose saves V is `values`."""
         table, b = self.table, transition.b
         goes_on, shift, _ = table.entry(transition, k)
         ends = [(goes_on, values[0])]
@@ -102,7 +102,7 @@ class _Reached:
             np.minimum(self.values[b][end_k], after, out=self.values[b][end_k])
 
     def _with_saving(self, values: np.ndarray, item: Item, free: int = 0) -> np.ndarray:
-        """The better of not saving `item` and saving it; `free` of its bytes are not counted."""
+        """Return the minimum of not saving `item` and saving it; `free` of its bytes are not counted."""
         weight = (item.bytes - free) // self.table.grain
         result = values.copy() if weight else values - item.time_ns
         if 0 < weight < len(values):
@@ -110,7 +110,7 @@ class _Reached:
         return result
 
     def _shifted(self, values: np.ndarray, grains: int) -> np.ndarray:
-        """`values` for as many grains more kept."""
+        """Shift `values` by `grains` more kept."""
         if grains == 0:
             return values
         result = np.full_like(values, np.inf)
@@ -120,7 +120,7 @@ class _Reached:
 
 
 def _up_to(values: np.ndarray, most: int) -> np.ndarray:
-    """`values` where at most `most` grains are kept."""
+    """Limit `values` to at most `most` grains kept."""
     result = values.copy()
     result[max(most + 1, 0) :] = np.inf
     return result

@@ -26,13 +26,13 @@ def solve(problem: Problem, limits: Limits) -> Solution:
 
 
 def policies(problem: Problem) -> list[Proposal]:
-    """Each policy for all layers."""
+    """Return the plan of each policy for all layers."""
     plain = grouped(layers(problem), 1)
     return [plan_of(problem, (saving(problem, region, every) for region in plain)) for every in (1, 2)]
 
 
 def saving(problem: Problem, region: Region, every: int) -> Region:
-    """`region` with its attentions saved and its products, where `every` is 2 without the second, fourth, ..."""
+    """Save the attentions and products of `region`; with `every` 2, without every second product."""
     nodes = [node for node in range(region.first, region.end) if is_expensive(problem, node)]
     products = [node for node in nodes if not is_attention(problem, node)]
     dropped = set(products[1::2]) if every == 2 else set()
@@ -45,5 +45,5 @@ def is_expensive(problem: Problem, node: int) -> bool:
 
 
 def is_attention(problem: Problem, node: int) -> bool:
-    """Whether an expensive node is attention as a whole, by one kernel or by many; else it is a product."""
+    """Return whether an expensive node is attention, by one kernel or by many; else it is a product."""
     return "attention" in problem.graph.nodes[node].op

@@ -40,6 +40,7 @@ SPELLINGS = {
     "off-load": "offload",
     "back-ward": "backward",
 }
+NOUN_PHRASES = ("remat/compiled/", "remat/_torch/inductor.py")  # whose docstrings still are noun phrases
 PHRASES = re.compile(rf"(?<![\w`])({'|'.join(map(re.escape, sorted(WORN, key=len, reverse=True)))})(?![\w`])", re.I)
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 READ = [page for page in PAGES if page.parent.name != "decisions"]  # those are dated notes
@@ -72,6 +73,16 @@ def test_docstrings_have_no_worn_phrase() -> None:
 def test_no_docstring_begins_with_what() -> None:
     everywhere = words.docstrings(*words.PACKAGE, "tests", "benchmarks", "examples", "docs")
     assert [place for place, text in everywhere if re.match(r"What\b", text)] == []
+
+
+def test_the_docstring_of_a_function_begins_with_a_verb() -> None:
+    wrong = [place for place, text in words.functions(*words.PACKAGE) if not words.begins_with_verb(text)]
+    assert [place for place in wrong if not place.startswith(NOUN_PHRASES)] == []
+
+
+@pytest.mark.parametrize("text", ["Bytes of a plan.", "Returns the bytes.", "Whether it fits.", "(rows, width) of it."])
+def test_a_noun_phrase_begins_with_no_verb(text: str) -> None:
+    assert not words.begins_with_verb(text)
 
 
 def test_words_are_spelled_as_in_the_glossary() -> None:

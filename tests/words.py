@@ -52,6 +52,30 @@ def docstrings(*folders: str) -> Iterator[tuple[str, str]]:
                 yield f"{path}:{getattr(node, 'name', 'module')}", text
 
 
+NO_VERB = re.compile(
+    r"a|all|an|another|any|as|at|by|each|every|for|how|in|its?|least|less|memory|more|most|no|none|not|of|on|one|only|"
+    r"other|part|peak|row|rule|some|that|the|these|this|those|time|wh(at|en|ere|ether|ich|ile|o|y)|with(out)?|.*[^s]s",
+    re.IGNORECASE,
+)
+
+
+def functions(*folders: str) -> Iterator[tuple[str, str]]:
+    """(place, docstring) of every function in these folders; a property's is a noun phrase, like an attribute's."""
+    for path, tree in sources(*folders):
+        for node in ast.walk(tree):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            is_property = any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+            if not is_property and (text := ast.get_docstring(node)):
+                yield f"{path}:{node.lineno} {node.name}", text
+
+
+def begins_with_verb(text: str) -> bool:
+    """Return whether the first word may be an imperative: no plural, no third person, no article or the like."""
+    word = text.split()[0].rstrip(",.:")
+    return word.isalpha() and NO_VERB.fullmatch(word) is None
+
+
 def sentences(page: Path) -> Iterator[str]:
     """Sentences of a page of Markdown, without code, tables, headings and the targets of links."""
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)

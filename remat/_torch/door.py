@@ -16,7 +16,7 @@ from remat.errors import RematError
 
 @functools.cache
 def internal(path: str, purpose: str) -> Any:
-    """The object at a dotted `path` below torch; raises RematError where there is none."""
+    """Return the object at a dotted `path` below torch. Raises RematError if there is none."""
     found: Any = torch
     done = "torch"
     for name in path.split("."):

@@ -27,7 +27,7 @@ Translator = Any
 Variable = Any
 Handler = Callable[..., Variable]
 
-# What it tells
+# What Dynamo reports
 
 
 def frame_callback() -> Callable[..., Any] | None:
@@ -39,7 +39,7 @@ def frame_callback() -> Callable[..., Any] | None:
 
 
 def compiler_behind(callback: Any) -> Callable[..., Any] | None:
-    """The compiler behind a callback of Dynamo, as its frames run under; None where there is none."""
+    """Return the compiler behind a callback of Dynamo, as its frames run under; None if there is none."""
     names = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")  # of torch 2.13, and of older ones
     while inside := next((getattr(callback, name) for name in names if hasattr(callback, name)), None):
         callback = inside
@@ -47,18 +47,18 @@ def compiler_behind(callback: Any) -> Callable[..., Any] | None:
 
 
 def backend_of(translator: Translator) -> Any:
-    """The function that `torch.compile` was given as its backend, for a trace that is going on."""
+    """Return the backend that `torch.compile` was given for the current trace."""
     return backend_of_output(translator.output)
 
 
 def backend_of_output(output: Any) -> Any:
-    """`backend_of` from what all translators of one trace share (`OutputGraph`)."""
+    """Run `backend_of` on the output that all translators of one trace share (`OutputGraph`)."""
     compiler = compiler_behind(output.compiler_fn)
-    return getattr(compiler, "compiler_fn", compiler)  # what `torch.compile` wraps a function in
+    return getattr(compiler, "compiler_fn", compiler)  # the wrapper of `torch.compile`
 
 
 def frames_traced() -> int:
-    """Return the number of functions that Dynamo has traced, or tried to, in this process."""
+    """Return the number of functions that Dynamo has traced, or tried to trace, in this process."""
     return int(internal("_dynamo.utils.counters", "see whether a forward was traced")["frames"]["total"])
 
 
@@ -75,7 +75,7 @@ def trace_error() -> type[Exception]:
 
 
 def autocast_marks() -> tuple[Any, Any]:
-    """The functions that a captured graph calls where an autocast context begins, and where one ends."""
+    """Return the functions that a captured graph calls to begin and to end an autocast context."""
     purpose = "tell where autocast holds in a captured graph"
     return (
         internal("amp.autocast_mode._enter_autocast", purpose),
@@ -83,17 +83,17 @@ def autocast_marks() -> tuple[Any, Any]:
     )
 
 
-# What it is told
+# What Dynamo is asked to do
 
 
 def settings(**changes: Any) -> contextlib.AbstractContextManager[Any]:
-    """Dynamo's settings, changed for as long as this lasts; in every thread."""
+    """Change Dynamo's settings while the context is open, in every thread."""
     found: contextlib.AbstractContextManager[Any] = internal("_dynamo.config", "capture whole graphs").patch(**changes)
     return found
 
 
 def without_breaks() -> contextlib.AbstractContextManager[Any]:
-    """While it lasts, where a trace that begins would break a graph, it raises a `trace_error` instead."""
+    """Raise a `trace_error` where a trace that begins meanwhile would break its graph."""
     found: contextlib.AbstractContextManager[Any] = internal(
         "_dynamo.error_on_graph_break", "leave sizes open where no graph breaks for them"
     )(True)
@@ -101,7 +101,7 @@ def without_breaks() -> contextlib.AbstractContextManager[Any]:
 
 
 def predicates() -> tuple[Callable[[], bool], ...]:
-    """Every function of torch that says whether it is being traced, by its own name or a library's import of it."""
+    """Return every function of torch that says whether it is being traced, under all of its names."""
     purpose = "capture the branches of eager mode"
     return (
         torch.compiler.is_compiling,
@@ -113,7 +113,7 @@ def predicates() -> tuple[Callable[[], bool], ...]:
 
 
 def handlers() -> dict[Any, Handler]:
-    """Dynamo's handlers of functions of torch that it answers itself; raises CaptureError where this torch has none.
+    """Return Dynamo's handlers of torch functions that it answers itself. Raises CaptureError if there are none.
 
     A handler is called with the function's variable, the translator and the arguments; None means: not answered.
     """
@@ -129,7 +129,7 @@ def handlers() -> dict[Any, Handler]:
 
 
 def know_functions() -> None:
-    """Let Dynamo find the functions of torch by now, before another stands in for one of them.
+    """Let Dynamo look up the functions of torch now, before another replaces one of them.
 
     It finds them once, and again after `torch.distributed.init_process_group`.
     """
@@ -138,12 +138,12 @@ def know_functions() -> None:
 
 
 def constant(value: Any) -> Variable:
-    """The variable of a constant."""
+    """Return the variable of a constant."""
     return internal("_dynamo.variables.ConstantVariable", "capture the branches of eager mode")(value)
 
 
 def is_of_tensor(variable: Variable) -> bool:
-    """Whether a variable stands for a tensor."""
+    """Return whether a variable is one of a tensor."""
     return isinstance(variable, internal("_dynamo.variables.TensorVariable", "capture the branches of eager mode"))
 
 
@@ -168,10 +168,11 @@ def following(instead: Callable[[Translator, Any], Callable[..., Any] | None]) -
 
 @contextlib.contextmanager
 def numbers_unread(where: Callable[[Translator], bool]) -> Iterator[None]:
-    """While it lasts, no trace that `where` says so of knows the number that a tensor holds.
+    """Hide the numbers in tensors from traces for which `where` is true.
 
-    Dynamo reads it off every tensor of no dimensions on the host that has data, and then traces where such a tensor is
-    taken for a Python number. A Python number that Dynamo itself has made a tensor of stays known.
+    Dynamo reads the number of every tensor without dimensions that is on the host and has data, and specializes the
+    trace if such a tensor is used as a Python number. A Python number that Dynamo itself has made a tensor of stays
+    known.
     """
     purpose = "capture the same graphs of tensors with and without data"
     builder = internal("_dynamo.variables.builder", purpose)
@@ -190,7 +191,7 @@ def numbers_unread(where: Callable[[Translator], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sizes_closed(where: Callable[[Translator], bool]) -> Iterator[None]:
-    """While it lasts, a trace that `where` says so of leaves no size of a tensor open."""
+    """Leave no size of a tensor open in traces for which `where` is true."""
     builder = internal("_dynamo.variables.builder", "leave numbers open, and sizes not")
     original = builder._automatic_dynamic
 
@@ -207,11 +208,11 @@ _OF_NUMBERS = ("exp", "log", "sqrt", "sin", "cos", "tanh")
 
 @contextlib.contextmanager
 def floats_open(where: Callable[[Translator], bool]) -> Iterator[None]:
-    """While it lasts, a trace that `where` says so of leaves floats open that operators or `math` are given.
+    """Leave floats open that operators or `math` take, in traces for which `where` is true.
 
-    Operators that take a float (the rate of a dropout) ask for its value where they are run on fakes, and Dynamo would
-    trace anew for every other. No shape depends on such an argument. Of `math` torch knows most functions as symbols,
-    and not `exp` and `log`.
+    Operators that take a float (the rate of a dropout) ask for its value when they run on fakes, and Dynamo would trace
+    anew for every other value. No shape depends on such an argument. Torch knows most functions of `math` as symbols,
+    but not `exp` and `log`.
     """
     purpose = "leave numbers open that operators are given"
     node = internal("fx.experimental.sym_node.SymNode", purpose)
@@ -240,7 +241,7 @@ def floats_open(where: Callable[[Translator], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def numpy_of_numbers(where: Callable[[Translator], bool]) -> Iterator[None]:
-    """While it lasts, functions of numpy give a number for a number, in a trace that `where` says so of.
+    """Let functions of numpy return a number for a number, in traces for which `where` is true.
 
     Dynamo would make a tensor of it, compute with that, and break the graph where Python asks for the number.
     """
@@ -274,15 +275,15 @@ _DRAWS = frozenset(  # methods of Python's generators that return a number
 
 @contextlib.contextmanager
 def draws_as_inputs(where: Callable[[Translator], bool | None]) -> Iterator[None]:
-    """While it lasts, numbers that Python's generators draw are inputs of a graph, in a trace that `where` says so of.
+    """Make numbers that Python's generators draw inputs of the graph, in traces for which `where` is true.
 
-    Where that is False, the graph ends at them; where it is None, they are Dynamo's. It has them drawn before the graph
-    runs for some functions of the global generator, and breaks the graph at the others. The state of a generator that
-    a model keeps becomes a part of the trace: it draws the same numbers every time.
+    If `where` is False, the graph ends at them; if it is None, Dynamo handles them. It has them drawn before the graph
+    runs for some functions of the global generator, and breaks the graph at the others. The state of a generator that a
+    model keeps becomes a part of the trace: it draws the same numbers every time.
     """
     purpose = "draw Python's random numbers as eager mode does"
     kept = internal("_dynamo.variables.misc.RandomVariable", purpose)
-    bound = ("UserDefinedObjectVariable", "SkipFunctionVariable")  # what stands for `random.gauss`, for `random.random`
+    bound = ("UserDefinedObjectVariable", "SkipFunctionVariable")  # variables of `random.gauss` and `random.random`
     unknown = internal("_dynamo.variables.base.VariableTracker", purpose)
     drawn = internal("_dynamo.variables.user_defined.call_random_fn", purpose)
     wrapped = internal("_dynamo.variables.builder.wrap_fx_proxy", purpose)
@@ -333,7 +334,7 @@ def _are_constant(args: Any, kwargs: Any) -> bool:
 
 
 def _symbolic(function: Callable[[float], float]) -> Any:
-    """`function` of a number, also of an open one."""
+    """Return `function` for numbers, including open ones."""
     purpose = "leave numbers open that functions are given"
     node, name = internal("fx.experimental.sym_node.SymNode", purpose), function.__name__
     opaque = internal(f"utils._sympy.functions.OpaqueUnaryFn_{name}", purpose)
@@ -351,7 +352,7 @@ def _symbolic(function: Callable[[float], float]) -> Any:
 
 @contextlib.contextmanager
 def rows_unbound(where: Callable[[Translator], bool]) -> Iterator[None]:
-    """While it lasts, a trace that `where` says so of iterates over a tensor by `unbind`, not row by row."""
+    """Iterate over a tensor by `unbind`, not row by row, in traces for which `where` is true."""
     variable = internal("_dynamo.variables.tensor.TensorVariable", "iterate over tensors as eager mode does")
     original = variable.unpack_var_sequence
 
@@ -365,9 +366,9 @@ def rows_unbound(where: Callable[[Translator], bool]) -> Iterator[None]:
 
 
 def not_begun_at(function: Any, *, nor_within: bool = False) -> Any:
-    """`function`, at whose call no trace begins; one that has begun follows into it.
+    """Let no trace begin at calls of `function`; a trace that has begun follows into it.
 
-    nor_within  nor at the calls that it makes
+    nor_within  let none begin at the calls that it makes either
     """
     purpose = "read values while planning"
     treat = internal("_C._dynamo.eval_frame.set_code_exec_strategy", purpose)
@@ -380,10 +381,10 @@ def not_begun_at(function: Any, *, nor_within: bool = False) -> Any:
 
 
 def try_again(error: BaseException | None) -> None:
-    """Let Dynamo trace what it gave up because `error` came out of it; other traces stay.
+    """Let Dynamo trace the functions again that it gave up because of `error`; other traces stay.
 
-    A function that raises while it is traced is run untraced from then on, and every later graph would break at it.
-    Those are the functions in the error's traceback, and in those of the errors that it came of.
+    A function that raises while it is traced runs untraced from then on, and every later graph would break at it. Those
+    are the functions in the error's traceback, and in those of its causes.
     """
     purpose = "capture a forward again after one that raised"
     tried = internal("_dynamo.convert_frame.input_codes", purpose)
@@ -397,7 +398,7 @@ def try_again(error: BaseException | None) -> None:
 
 
 def _errors_behind(error: BaseException | None) -> list[BaseException]:
-    """An error, and all that it came of."""
+    """Return an error and all its causes."""
     found: list[BaseException] = []
     waiting = [error]
     while waiting:
@@ -412,9 +413,9 @@ def _errors_behind(error: BaseException | None) -> list[BaseException]:
 
 
 def tracebacks_unwritten() -> contextlib.AbstractContextManager[None]:
-    """While it lasts, torch does not log the traceback of an operator that fails on fake tensors; it is raised anyway.
+    """Keep torch from logging the traceback of an operator that fails on fake tensors; it is raised anyway.
 
-    Where TORCH_LOGS or REMAT_DEBUG is set in the environment, it is logged as ever.
+    If TORCH_LOGS or REMAT_DEBUG is set in the environment, it is logged as usual.
     """
     return _UNWRITTEN()
 
@@ -439,7 +440,7 @@ _UNWRITTEN = Shared(_log_off)
 
 @contextlib.contextmanager
 def left_whole(functions: Iterable[Any]) -> Iterator[None]:
-    """While it lasts, Dynamo puts calls of `functions` (classes of autograd's Function too) into graphs as they are."""
+    """Put calls of `functions` (also classes of autograd's Function) into graphs untraced while the context is open."""
     allowed = internal("_dynamo.trace_rules._allowed_callable_ids", "capture Functions that cannot be traced")
     new = [id(function) for function in functions if id(function) not in allowed]
     for key in new:
@@ -452,20 +453,20 @@ def left_whole(functions: Iterable[Any]) -> Iterator[None]:
 
 
 def own_function(target: Any) -> Any:
-    """The class of autograd's Function that `target` of a node, put into a graph as it is, calls; None for others."""
+    """Return the autograd Function class that `target` of an untraced node calls; None for other nodes."""
     if getattr(target, "__name__", "") != "trampoline_autograd_apply":
         return None
     return inspect.getclosurevars(target).nonlocals["fn_cls"]
 
 
 def traced_triton_launch() -> Any:
-    """The class of the operator that stands for the launch of a kernel in Triton, where Dynamo traces one."""
+    """Return the class of the operator that stands for the launch of a Triton kernel in a trace."""
     purpose = "leave kernels in Triton out of a fake step"
     return internal("_higher_order_ops.triton_kernel_wrap.TritonKernelWrapperMutation", purpose)
 
 
 def passed_on(failure: BaseException, kind: type[Exception]) -> Exception | None:
-    """The error of class `kind` that `failure` of a backend comes from, as one that Dynamo passes on to the caller."""
+    """Return the error of class `kind` behind a backend's `failure`, in a class that Dynamo passes on."""
     through = internal("_dynamo.exc.ShortenTraceback", "tell why a compiled step cannot be planned")
     found: Any = failure
     while found is not None and not isinstance(found, kind):
@@ -480,6 +481,6 @@ def passed_on(failure: BaseException, kind: type[Exception]) -> Exception | None
 
 
 def compiled_frame() -> Any:
-    """The frame that is being compiled, one for all of its compilations; None outside a compilation."""
+    """Return the frame that is being compiled, the same for all its compilations; None outside a compilation."""
     compilation = internal("_guards.CompileContext.current_compile_id", "know which graphs a step has")()
     return None if compilation is None else compilation.frame_id

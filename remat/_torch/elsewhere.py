@@ -25,10 +25,10 @@ _PURPOSE = "capture a forward as another device would run it"
 class OtherDevice(Protocol):
     """Another device, for a trace.
 
-    device      it             here  the type of the device that tensors are on
+    device      the other device        here  the type of the device that holds the tensors
     capability  its compute capability
-    kernels     what the values of nodes are found under
-    here_for    the device at hand where the other one is named
+    kernels     context in which values of nodes are computed
+    here_for    replaces the other device by the device at hand
     """
 
     @property
@@ -47,7 +47,7 @@ Find = Callable[[Any], OtherDevice | None]  # from Dynamo's `OutputGraph`, of wh
 
 @contextlib.contextmanager
 def traced_elsewhere(find: Find) -> Iterator[None]:
-    """While it lasts, a trace for which `find` gives another device is traced for that."""
+    """Trace for the device that `find` returns for a trace, while the context is open."""
     patches = (_devices_of_tensors, _devices_in_graphs, _questions_to_torch, _autocast_regions, _values_of_nodes)
     with contextlib.ExitStack() as stack:
         for patch in patches:
@@ -57,7 +57,7 @@ def traced_elsewhere(find: Find) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _devices_of_tensors(find: Find) -> Iterator[None]:
-    """Tensors on the device at hand say that they are on the other one."""
+    """Let tensors on the device at hand report the other device."""
     variable = internal("_dynamo.variables.tensor.TensorVariable", _PURPOSE)
 
     def answered(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,7 +82,7 @@ def _devices_of_tensors(find: Find) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _devices_in_graphs(find: Find) -> Iterator[None]:
-    """Nodes are given the device at hand where the other one is named."""
+    """Replace the other device in arguments of nodes by the device at hand."""
     tracer = internal("_dynamo.output_graph.SubgraphTracer", _PURPOSE)
     original = tracer.create_node
 
@@ -140,7 +140,7 @@ def _dtype(elsewhere: OtherDevice) -> torch.dtype:
 
 @contextlib.contextmanager
 def _autocast_regions(find: Find) -> Iterator[None]:
-    """Autocast of the other device is autocast of the device at hand, in its dtype."""
+    """Let autocast of the other device be autocast of the device at hand, in its dtype."""
     variable = internal("_dynamo.variables.ctx_manager.AutocastModeVariable", _PURPOSE)
     original = variable.enter
 
@@ -157,7 +157,7 @@ def _autocast_regions(find: Find) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _values_of_nodes(find: Find) -> Iterator[None]:
-    """The values of nodes are those that the other device's kernels make."""
+    """Compute the values of nodes with the other device's kernels."""
     utils = internal("_dynamo.utils", _PURPOSE)
     original = utils.run_node
 

@@ -13,28 +13,28 @@ import torch
 
 from remat._torch.door import internal
 
-DEVICE = torch.ops.prim.device.default  # what asking a fake tensor for its device calls
+DEVICE = torch.ops.prim.device.default  # called when a fake tensor is asked for its device
 
 # Autograd
 
 
 def autograd_node() -> Any:
-    """The node of autograd's graph whose backward runs in this thread; None in forward."""
+    """Return the node of autograd's graph whose backward runs in this thread; None in forward."""
     return internal("_C._current_autograd_node", "tell whose backward an operator is")()
 
 
 def backward_number() -> int:
-    """The number of the backward that runs in this thread; -1 in none."""
+    """Return the number of the backward that runs in this thread; -1 if there is none."""
     return int(internal("_C._current_graph_task_id", "tell one backward from another")())
 
 
 def next_sequence_number() -> int:
-    """The number that autograd gives to the next node of its graph that is made in this thread."""
+    """Return the number that autograd gives to the next node that is made in this thread."""
     return int(internal("_C._autograd._get_sequence_nr", "tell whose backward an operator is")())
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that has the storage, within a `vmap` or another transform of torch.func."""
+    """Return the tensor that has the storage, within a `vmap` or another transform of torch.func."""
     is_wrapped = internal("_C._functorch.is_functorch_wrapped_tensor", "find storages under torch.func")
     while is_wrapped(tensor):
         tensor = internal("_C._functorch.get_unwrapped", "find storages under torch.func")(tensor)
@@ -42,7 +42,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which Dynamo does not follow into; unlike `torch.compiler.disable` this does not load Dynamo."""
+    """Keep Dynamo from following into `function`; unlike `torch.compiler.disable` this does not load Dynamo."""
     found: Callable[..., Any] = internal("_disable_dynamo", "record beside a trace")(function)
     return found
 
@@ -51,7 +51,7 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
-    """The memory format that a kernel finds in the strides of `tensor`."""
+    """Return the memory format that a kernel derives from the strides of `tensor`."""
     found: torch.memory_format = internal("_prims_common.suggest_memory_format", "lay results out as kernels do")(
         tensor
     )
@@ -59,18 +59,18 @@ def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
 
 
 def nll_loss_nd(*args: Any) -> torch.Tensor:
-    """The loss of log-probabilities that `cross_entropy` calls, with any number of dimensions."""
+    """Return the loss of log-probabilities that `cross_entropy` calls, with any number of dimensions."""
     found: torch.Tensor = builtin_functions().nll_loss_nd(*args)
     return found
 
 
 def builtin_functions() -> Any:
-    """The module of torch's functions of layers that are written in C++: `torch.nn.functional` passes them on."""
+    """Return the module of torch's layer functions in C++, which `torch.nn.functional` passes on."""
     return internal("_C._nn", "find functions of layers by name")
 
 
 def functions_of_lengths() -> Any:
-    """The module through which `torch.nn` calls recurrent layers, and packs and pads sequences."""
+    """Return the module through which `torch.nn` calls recurrent layers, and packs and pads sequences."""
     return internal("_VF", "read lengths of packed sequences")
 
 
@@ -78,9 +78,9 @@ def functions_of_lengths() -> Any:
 def shape_of_grouped_products(shape: Callable[..., Any]) -> Iterator[None]:
     """Let `shape(original, make, *args)` be torch's shape function of grouped products, in `_meta_registrations`.
 
-    original  torch's own        make  makes the result, without asking for types
+    original  torch's own        make  makes the result, without checking types
 
-    Does nothing where this torch has no such function.
+    Does nothing if this version of torch has no such function.
     """
     asks, makes = "_meta_grouped_mm_common", "_create_grouped_mm_output_tensor"
     shapes = getattr(torch, "_meta_registrations", None)
@@ -98,7 +98,7 @@ _CHOOSE = ("torch.optim.optimizer", "torch.utils._foreach_utils")
 
 
 def devices_with_foreach() -> list[str]:
-    """Types of the devices that have kernels for many tensors at once."""
+    """List the types of devices that have kernels for many tensors at once."""
     return list(
         internal("utils._foreach_utils._get_foreach_kernels_supported_devices", "choose an optimizer's kernels")()
     )

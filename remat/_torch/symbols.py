@@ -14,7 +14,7 @@ from remat._torch.door import internal
 
 
 def symbols_for(values: Sequence[int]) -> tuple[FakeTensorMode, list[Any]]:
-    """(a mode for fake tensors, in it a symbol for a size that is now each of `values`); every value is above 1."""
+    """Return (a mode for fake tensors, its symbols for sizes with these `values`); every value is above 1."""
     source = internal("_dynamo.source.ConstantSource", "fuse groups for open sizes")
     env = ShapeEnv()
     found = [env.create_symbol(n, source(f"z{i}"), DimDynamic.DYNAMIC, None) for i, n in enumerate(values)]
@@ -22,24 +22,24 @@ def symbols_for(values: Sequence[int]) -> tuple[FakeTensorMode, list[Any]]:
 
 
 def size_of(mode: FakeTensorMode, expression: Any, value: int) -> Any:
-    """A size that is an expression of symbols of `mode`, now `value`."""
+    """Return a size that is an expression of symbols of `mode` with the present value `value`."""
     assert mode.shape_env is not None
     return int(expression) if expression.is_Integer else mode.shape_env.create_symintnode(expression, hint=value)
 
 
 def holds(mode: FakeTensorMode, values: Mapping[Any, int]) -> bool:
-    """Whether what was assumed of the symbols of `mode` is true of these values."""
+    """Return whether the assumptions about the symbols of `mode` hold for these values."""
     assert mode.shape_env is not None
     return all(bool(guard.expr.xreplace(values)) for guard in mode.shape_env.guards)
 
 
 def expression_of(size: int | torch.SymInt) -> sympy.Expr:
-    """A size as an expression of symbols."""
+    """Return a size as an expression of symbols."""
     return sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size)
 
 
 def hinted(size: Any) -> Any:
-    """A size as the number that it was when it was traced; anything else as it is."""
+    """Return an open size as its number in the trace; anything else unchanged."""
     if isinstance(size, torch.SymInt):
         return int(size.node.hint)
     return size

@@ -40,7 +40,7 @@ class UnseenMode(TorchDispatchMode):
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Whether autograd hands what it saves to hooks, as within `torch.utils.checkpoint`."""
+    """Return whether autograd passes saved tensors to hooks, as within `torch.utils.checkpoint`."""
     top = internal("_C._autograd._top_saved_tensors_default_hooks", "see whether a checkpoint is around a graph")
     return top(False) is not None
 
@@ -68,13 +68,13 @@ class LeanMode(UnseenMode):
 
 
 def fakes_are_on() -> bool:
-    """Whether tensors are fake here, so that nothing draws random numbers."""
+    """Return whether tensors are fake here, so that nothing draws random numbers."""
     mode_of = internal("_C._get_dispatch_mode", "see whether tensors are fake")
     return mode_of(internal("_C._TorchDispatchModeKey.FAKE", "see whether tensors are fake")) is not None
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """No dispatch or function mode sees what happens within."""
+    """Hide what happens within from all dispatch and function modes."""
     found: contextlib.AbstractContextManager[Any] = internal(
         "utils._python_dispatch._disable_current_modes", "copy buffers unseen"
     )()
@@ -82,29 +82,29 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
 
 
 def when_backward_ends(function: Callable[[], None]) -> None:
-    """Call `function` when the backward that is running in this thread has ended, in which it is called."""
+    """Call `function` when the present backward in this thread, in which this is called, has ended."""
     internal("autograd.Variable._execution_engine", "hide weights again after a backward").queue_callback(function)
 
 
 def keeps_graph() -> bool:
-    """Whether the backward that is running was called with `retain_graph`. Where torch does not say: yes.
+    """Return whether the present backward was called with `retain_graph`; True if torch does not tell.
 
-    What is kept for another backward is then let go of later than it could be.
+    True only frees later than possible what is kept for another backward.
     """
     found = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if found is None else bool(found())
 
 
 def has_scaled(scaler: torch.amp.GradScaler) -> bool:
-    """Whether `scaler` has scaled a loss. Where torch does not say: yes."""
+    """Return whether `scaler` has scaled a loss; True if torch does not tell."""
     return getattr(scaler, "_scale", True) is not None
 
 
 @contextlib.contextmanager
 def compared_when_recomputed(describe: Callable[[torch.Tensor], Any]) -> Iterator[str]:
-    """The name under which a `torch.utils.checkpoint` made meanwhile compares what it saves by.
+    """Yield the name under which a `torch.utils.checkpoint` made meanwhile compares its saved tensors.
 
-    It asks `describe` of each saved tensor in forward, and again when all of the region are recomputed; then it
+    It calls `describe` on each saved tensor in forward, and again when all of the region are recomputed; then it
     compares the two by `!=`.
     """
     known = internal("utils.checkpoint._allowed_determinism_checks_to_fns", "compare what is recomputed")
@@ -117,19 +117,19 @@ def compared_when_recomputed(describe: Callable[[torch.Tensor], Any]) -> Iterato
 
 
 def sharing_versions() -> contextlib.AbstractContextManager[Any]:
-    """Within, a tensor that is detached shares its version counter with the detached one, below autograd too."""
+    """Share the version counter of a tensor with its detached copies within, below autograd too."""
     guard = internal("_C._SetExcludeDispatchKeyGuard", "see writes to what is kept")
     found: contextlib.AbstractContextManager[Any] = guard(torch._C.DispatchKey.ADInplaceOrView, False)
     return found
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is of a subclass that wraps others and has no storage of its own (DTensor, quantized ones)."""
+    """Return whether `tensor` wraps others and has no storage of its own (DTensor, quantized ones)."""
     return bool(internal("utils._python_dispatch.is_traceable_wrapper_subclass", "find storages")(tensor))
 
 
 def clear_cublas_workspaces() -> None:
-    """Let cuBLAS go of its workspaces. Where torch has no way to: they stay, and are measured as there before."""
+    """Free cuBLAS's workspaces; if torch cannot, they stay, and are measured as existing before."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         clear()

@@ -21,15 +21,15 @@ from remat._torch.recording import unwrapped
 from remat.capture.nodes import bracket_of, called, captured_nodes, may_draw
 from remat.evaluation.identity import Identity, NodeId, canonical, key_of
 
-# Whether these copy depends on the strides, the dtype or the size of what they are given.
+# Whether these copy depends on the strides, the dtype or the size of their input.
 _MAY_VIEW = frozenset({"contiguous", "flatten", "reshape", "reshape_as", "to", "unflatten", "view_as"})
 
-_OWNER = re.compile(r"^L\['\w+'\](?:.*__self__)?\.?")  # how Dynamo calls the model, or what wraps its forward
+_OWNER = re.compile(r"^L\['\w+'\](?:.*__self__)?\.?")  # Dynamo's name of the model, or of its forward's wrapper
 _CHILD = re.compile(r"\.__dict__\['_modules'\]\['([^']+)'\]")  # ... a child of a class with a __getattr__ of its own
 
 
 def identity_of(graph_module: fx.GraphModule) -> Identity:
-    """The captured nodes of `graph_module` as identity knows them; remembered with each node."""
+    """Return the identity of each captured node of `graph_module`; stored with the nodes."""
     nodes = captured_nodes(graph_module)
     if nodes and "identity" not in nodes[-1].meta:
         _identify(graph_module, nodes)
@@ -38,9 +38,9 @@ def identity_of(graph_module: fx.GraphModule) -> Identity:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """Identify a graph call at one batch size.
+    """Identifies a graph call at one batch size.
 
-    key  see `identity.key_of`        shapes  of what it is given, and of what its nodes give
+    key  see `identity.key_of`        shapes  of its inputs and of its nodes' values
     """
 
     key: str
@@ -54,7 +54,7 @@ def signature_of(graph_module: fx.GraphModule) -> Signature:
 
 
 def graph_key(graph_module: fx.GraphModule) -> str:
-    """See `identity.key_of`. Nothing is remembered: the graph may still be brought into another form."""
+    """Return `identity.key_of` for a graph, without storing it: the graph may still change its form."""
     return key_of(tuple(_identities(graph_module, captured_nodes(graph_module))))
 
 
@@ -79,7 +79,7 @@ def _identities(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> Iterator[
 
 
 def _counts(node: fx.Node, op: str, owned: bool, made_bytes: int, state: _Storages) -> bool:
-    """Whether `node` costs or keeps something, whatever the batch."""
+    """Return whether `node` costs or keeps something, whatever the batch."""
     if writes(node):
         return (owned or state.is_older(node)) and _dimensions(_value(_written(node))) > 0
     if not owned or op in _MAY_VIEW:
@@ -92,23 +92,23 @@ def _counts(node: fx.Node, op: str, owned: bool, made_bytes: int, state: _Storag
     return made_bytes > 0
 
 
-# What a graph's nodes say of themselves
+# Properties of nodes
 
 
 def module_path(node: fx.Node) -> str:
-    """Path of the module that `node` runs in, as `named_modules` gives it; "" for the model itself."""
+    """Return the path of the module that `node` runs in, as in `named_modules`; "" for the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
     return next((_module_path(str(path)) for path, *_ in reversed(stack.values())), "")
 
 
 def module_paths(node: fx.Node) -> list[str]:
-    """Paths of the modules whose calls `node` runs in, from the outermost."""
+    """List the paths of the modules whose calls `node` runs in, from the outermost."""
     stack = node.meta.get("nn_module_stack") or {}
     return [_module_path(str(path)) for path, *_ in stack.values()]
 
 
 def put_under(path: str, graph_module: fx.GraphModule) -> None:
-    """Name the modules of a graph as they are called in the model in which what was traced is the module at `path`."""
+    """Prefix the modules of a graph with `path`, the place of the traced module in the model."""
     for node in graph_module.graph.nodes:
         stack = node.meta.get("nn_module_stack") or {}
         named = {
@@ -119,12 +119,12 @@ def put_under(path: str, graph_module: fx.GraphModule) -> None:
 
 @functools.lru_cache(maxsize=1 << 16)  # every node asks for those of all modules around it
 def _module_path(path: str) -> str:
-    """A path as `named_modules` gives it, from that by which Dynamo calls the module."""
+    """Return a path as `named_modules` gives it, from Dynamo's name of the module."""
     return _OWNER.sub("", _CHILD.sub(r".\1", path))
 
 
 def updates_statistics(node: fx.Node) -> bool:
-    """Whether `node` is a batch normalisation that updates running statistics."""
+    """Return whether `node` is a batch normalisation that updates running statistics."""
     if called(node) != "batch_norm":
         return False
     names = ("input", "running_mean", "running_var", "weight", "bias", "training")
@@ -141,12 +141,12 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _dimensions(value: Any) -> int:
-    """Dimensions of a tensor, of tensors the most; -1 for what is none."""
+    """Return the number of dimensions of a tensor, the maximum of several tensors, -1 for none."""
     return max((leaf.dim() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)), default=-1)
 
 
 def _learns(value: Any) -> bool:
-    """Whether `value` is a parameter, frozen or not, or stands for one in a functional call."""
+    """Return whether `value` is a parameter, frozen or not, or replaces one in a functional call."""
     return isinstance(value, nn.Parameter) or getattr(value, "requires_grad", False)
 
 
@@ -158,7 +158,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether `node` changes a value that it is given, by its name or its `inplace`."""
+    """Return whether `node` changes one of its inputs, by its name or its `inplace`."""
     op = canonical(called(node))
     return op == "setitem" or (op.endswith("_") and not op.startswith("_")) or node.kwargs.get("inplace") is True
 
@@ -168,7 +168,7 @@ def _written(node: fx.Node) -> Any:
 
 
 class _Storages:
-    """Which node first has each storage of a graph."""
+    """The first node that has each storage of a graph."""
 
     def __init__(self, graph_module: fx.GraphModule):
         self._maker: dict[int, fx.Node] = {}
@@ -177,7 +177,7 @@ class _Storages:
                 self._maker.setdefault(storage_key(tensor), node)
 
     def made_bytes(self, node: fx.Node) -> int:
-        """Bytes of the storages that `node` is the first to have, as far as its values reach into them."""
+        """Return the bytes of the storages that `node` is the first to have, as far as its values reach into them."""
         own = {storage_key(t): _bytes(t) for t in _tensors(node) if self._maker[storage_key(t)] is node}
         return sum(own.values())
 
@@ -186,7 +186,7 @@ class _Storages:
         return [self._maker[storage_key(t)] for t in _tensors(target)] if isinstance(target, fx.Node) else []
 
     def is_older(self, node: fx.Node) -> bool:
-        """Whether `node` writes to what the graph was given: state of a module, or a caller's tensor."""
+        """Return whether `node` writes to an input of the graph: state of a module, or a caller's tensor."""
         return any(maker.op in ("placeholder", "get_attr") for maker in self.makers_of_written(node))
 
 
@@ -195,7 +195,7 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(unwrapped(tensor).untyped_storage()._cdata)
 
 
-# Where regions may begin and end, and what must be told of their nodes
+# Where regions may begin and end, and properties of their nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +236,7 @@ def _floats(node: Any) -> bool:
 
 
 def _illegal(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> Iterator[int]:
-    """Positions where a context is open, something else than a tensor crosses, or what crosses is changed later."""
+    """Yield positions inside an open context, crossed by other values than tensors, or by tensors changed later."""
     ordinal = {node: i for i, node in enumerate(nodes)}
     state, depth = _Storages(graph_module), 0
     for i, node in enumerate(nodes):

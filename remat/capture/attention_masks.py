@@ -69,12 +69,12 @@ class Masks:
 
 
 def given_masks(given: Iterable[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-    """The attention masks among the tensors that a forward is given."""
+    """List the attention masks among the named tensors of a forward."""
     return [tensor for name, tensor in given if name.endswith("attention_mask")]
 
 
 def masks_of(given: Sequence[tuple[str, torch.Tensor]], is_ones: IsOnes) -> Masks:
-    """Derive `Masks` from the named tensors that a forward is given; `is_ones` looks into a mask."""
+    """Derive `Masks` from the named tensors of a forward; `is_ones` checks a mask."""
     masks = given_masks(given)
     ones = all(mask.ndim == 2 and is_ones(mask) for mask in masks)
     positions = [tensor for name, tensor in given if name == "position_ids"]
@@ -82,7 +82,7 @@ def masks_of(given: Sequence[tuple[str, torch.Tensor]], is_ones: IsOnes) -> Mask
 
 
 def all_ones(mask: torch.Tensor) -> bool:
-    """Whether a mask with data is of ones only."""
+    """Return whether a mask with data consists of ones only."""
     return not _without_data(mask) and bool((mask == 1).all())
 
 
@@ -95,7 +95,7 @@ def _without_data(tensor: torch.Tensor) -> bool:
 
 
 class OnesSeen(TorchDispatchMode):
-    """Watches tensors being made, and says afterwards which hold ones only. (Rule 3)"""
+    """Watches tensors being made, and knows afterwards which are all ones. (Rule 3)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,8 +142,7 @@ def _answers_for(masks: Masks) -> dict[str, Callable[[Callable[..., Any]], Calla
 class TracedMasks:
     """Lets transformers choose its masks as in eager mode while a forward is traced for batches of `masks`.
 
-    missing  functions that are to be answered for and that this version of transformers lacks; known once a mask maker
-             has called anything
+    missing  functions to replace that this version of transformers lacks; known once a mask maker has called anything
     """
 
     def __init__(self, masks: Masks):
@@ -180,7 +179,7 @@ def eager_attention_masks(masks: Masks) -> Iterator[None]:
 
 
 def _for_a_mask_of_ones(original: Callable[..., bool]) -> Callable[..., bool]:
-    """`original`, which says whether no mask is needed, told that a mask of ones is none."""
+    """Wrap `original`, which decides whether a mask can be skipped, so that it skips masks of ones."""
 
     def ignore(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
         if padding_mask is None:
@@ -194,12 +193,12 @@ def _for_a_mask_of_ones(original: Callable[..., bool]) -> Callable[..., bool]:
 
 @torch.compiler.allow_in_graph
 def _known_ones(mask: torch.Tensor) -> torch.Tensor:
-    """Mark in a traced graph that `mask` was taken for one of ones. (Rule 2)"""
+    """Mark in a traced graph that `mask` was treated as all ones. (Rule 2)"""
     return mask
 
 
 def foreign_mask(graph_module: fx.GraphModule, example_inputs: Sequence[Any], given: Sequence[torch.Tensor]) -> bool:
-    """Whether another mask than the `given` ones was taken for one of ones; the marks are taken out. (Rule 2)"""
+    """Return whether a mask beside the `given` ones was treated as all ones; remove the marks. (Rule 2)"""
     graph = graph_module.graph
     inputs = dict(zip(graph.find_nodes(op="placeholder"), example_inputs, strict=True))
     found = False
@@ -218,7 +217,7 @@ def foreign_mask(graph_module: fx.GraphModule, example_inputs: Sequence[Any], gi
 
 
 def takes_mask(graph_module: fx.GraphModule) -> bool:
-    """Whether an attention mask goes into anything that the graph computes."""
+    """Return whether the graph computes anything from an attention mask."""
     return any("attention_mask" in node.name and node.users for node in graph_module.graph.find_nodes(op="placeholder"))
 
 

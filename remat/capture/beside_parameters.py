@@ -17,13 +17,13 @@ HOLDERS = ("quant_state",)  # attributes of parameters that hold tensors
 
 
 def tensors_beside(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that attributes of `parameter` hold."""
+    """Yield the tensors that attributes of `parameter` hold."""
     for name in HOLDERS:
         yield from _held(getattr(parameter, name, None))
 
 
 def carry_over(parameter: torch.Tensor, twin: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Give `twin`, made of `parameter`, the attributes that `parameter` has; of tensors in them what `make` makes."""
+    """Copy the attributes of `parameter` to `twin`, with `make` applied to tensors in them."""
     if not any(hasattr(parameter, name) for name in HOLDERS):
         return
     for name, value in vars(parameter).items():

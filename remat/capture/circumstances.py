@@ -20,12 +20,12 @@ PACKAGES = ("transformers", "numpy", "peft", "accelerate", "ortools")  # beside 
 MOST_LISTED = 5  # of one kind of difference
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# In configurations: of the file, not of the model; and what makes no difference (`capture.without_cache`).
+# In configurations: keys of the file, not of the model, and keys without effect (`capture.without_cache`).
 _NAMES = ("architectures", "name_or_path", "transformers_version", "use_cache")
 
 
 def versions() -> dict[str, str]:
-    """Versions of what makes a graph and a plan, as far as installed."""
+    """Return the installed versions of the packages that decide a graph and a plan."""
     found = {"torch": str(torch.__version__)}
     for name in PACKAGES:
         try:
@@ -36,7 +36,7 @@ def versions() -> dict[str, str]:
 
 
 def given_to(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """Describe the arguments of a forward by name: tensors as dtype and shape, numbers and text as they are.
+    """Describe the arguments of a forward by name: dtype and shape of tensors, the values of numbers and text.
 
     Arguments that are None are left out.
     """
@@ -61,12 +61,12 @@ def _described(value: Any) -> str:
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Configuration, modules in evaluation mode and modules with hooks of `model`, as a plan holds them."""
+    """Return configuration, modules in evaluation mode and modules with hooks of `model`, as a plan stores them."""
     return {"config": _config_of(model), "evaluating": _evaluating(model), "hooked": hooked(model)}
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
-    """Numbers, text and flags of a transformers configuration; empty for other models."""
+    """Return numbers, text and flags of a transformers configuration; empty for other models."""
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "to_dict", None)):
         return {}
@@ -87,7 +87,7 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _evaluating(model: nn.Module) -> list[str]:
-    """Paths of the outermost modules in evaluation mode."""
+    """List the paths of the outermost modules in evaluation mode."""
     found: list[str] = []
     for path, module in model.named_modules():
         if not module.training and not any(path.startswith(f"{above}.") or not above for above in found):
@@ -96,7 +96,7 @@ def _evaluating(model: nn.Module) -> list[str]:
 
 
 def hooked(model: nn.Module) -> list[str]:
-    """Paths of the modules inside `model` that have hooks."""
+    """List the paths of the modules inside `model` that have hooks."""
     return [
         path for path, module in model.named_modules() if path and any(getattr(module, name, None) for name in _HOOKS)
     ]

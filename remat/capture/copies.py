@@ -21,10 +21,10 @@ from remat.capture.model_state import ModelState
 def copied(
     model: nn.Module, memo: dict[int, Any], prepared: Callable[[nn.Module], nn.Module] = lambda made: made
 ) -> nn.Module:
-    """A copy of `model` whose forwards are its own.
+    """Copy `model`, with forwards bound to the copy.
 
-    memo      as of `copy.deepcopy`: what stands for objects that are not copied, by id
-    prepared  changes the copy, in place, before its forwards are looked at
+    memo      as in `copy.deepcopy`: replacements by id for objects that are not copied
+    prepared  changes the copy, in place, before its forwards are inspected
     """
     for generator in ModelState(model, data=False).torch_generators:
         memo.setdefault(id(generator), _like(generator))
@@ -44,7 +44,7 @@ def _like(generator: torch.Generator) -> torch.Generator:
 
 
 def _rebound(function: Any, twins: Mapping[int, Any]) -> Any:
-    """`function` with what it closes over: methods of a model that was copied become those of its copy."""
+    """Rebind the closure of `function`: methods of a copied model become those of its copy."""
     if not isinstance(function, types.FunctionType) or not function.__closure__:
         return function
 

@@ -20,18 +20,18 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether the value of `node` is an open size, or some of them."""
+    """Return whether the value of `node` is an open size, or several."""
     value = node.meta.get("example_value")
     return any(isinstance(each, _SYMBOLS) for each in (value if isinstance(value, (tuple, list)) else (value,)))
 
 
 def has_sizes(graph_module: fx.GraphModule) -> bool:
-    """Whether `graph_module` is for batches of several sizes."""
+    """Return whether `graph_module` is for batches of several sizes."""
     return any(is_size(node) for node in graph_module.graph.nodes)
 
 
 def move_sizes_first(graph_module: fx.GraphModule) -> bool:
-    """Let sizes be computed right after the graph's inputs, in place; False where one cannot be."""
+    """Move the computation of sizes right behind the graph's inputs, in place; False if that is impossible."""
     graph = graph_module.graph
     first = next(node for node in graph.nodes if node.op != "placeholder")
     known = set(graph.find_nodes(op="placeholder"))
@@ -64,7 +64,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def _computed(graph: fx.Graph, value: Any, given: dict[Any, fx.Node]) -> fx.Node | None:
-    """A node that computes the size, or the sizes, `value` out of the `given` symbols; None where it takes others."""
+    """Add a node that computes the size or sizes `value` from the `given` symbols; None if others are needed."""
     if isinstance(value, torch.Size):
         found = [size if isinstance(size, int) else of_expression(graph, size.node.expr, given) for size in value]
         return None if any(size is None for size in found) else graph.call_function(_sizes, tuple(found))
@@ -77,9 +77,9 @@ def _computed(graph: fx.Graph, value: Any, given: dict[Any, fx.Node]) -> fx.Node
 def of_expression(
     graph: fx.Graph, expression: Any, given: Mapping[Any, fx.Node], value: str = "example_value"
 ) -> fx.Node | int | None:
-    """A node, or a number, that is a sum or product of `given` symbols; None where the expression is none.
+    """Return a node or a number that equals a sum or product of `given` symbols; None for other expressions.
 
-    value  under which key of their meta nodes have theirs
+    value  the key of nodes' values in their meta
     """
     if expression in given:
         return given[expression]

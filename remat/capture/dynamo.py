@@ -69,7 +69,7 @@ _VIEWS = {"expand", "expand_as", "permute", "reshape", "squeeze", "transpose", "
 
 
 class SizesNotOpen(RematError):
-    """A graph for batches of every size is not the one that is wanted: trace each size by itself."""
+    """A graph with open sizes is not wanted: each size must be traced by itself."""
 
 
 class ForeignMask(RematError):
@@ -81,7 +81,7 @@ class _DrawNotOpen(RematError):
 
 
 class ExecuteCall(Protocol):
-    """Executes graph call number `call` of a forward on `args`."""
+    """Executes graph call `call` of a forward on `args`."""
 
     def __call__(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any: ...
 
@@ -96,21 +96,21 @@ Change = Callable[[int, fx.GraphModule], fx.GraphModule]
 
 
 class GraphCalls:
-    """A function traced by Dynamo whose graph calls are executed by `execute_call`, or by what `compile_call` gave.
+    """A function traced by Dynamo whose graph calls run by `execute_call`, or by the result of `compile_call`.
 
-    count     graph calls of the last call          elements  of the tensors that it was given, by name
+    count     graph calls of the last call          elements  of its input tensors, by name
     first     graph calls of the step before it: the number of its own first one
-    seen      what the data of the last call said about attention
-    masks     what it was traced for; `planned`: what a plan's was
-    fits      whether a graph with open sizes (`dynamic_shapes.py`) will do; without it, every new shape is traced
-    answers   what code hears that asks whether it is being traced; by default what Dynamo says
-    elsewhere the device that graphs are for, where tensors are on another
-    is_ones   looks into an attention mask
+    seen      attention masks that the data of the last call needs
+    masks     attention masks that it was traced for; `planned`: a plan's
+    fits      whether a graph with open sizes (`dynamic_shapes.py`) is usable; without it, every new shape is traced
+    answers   answers to code that asks whether it is being traced; by default Dynamo's
+    elsewhere the device that graphs are for, if tensors are on another
+    is_ones   checks whether an attention mask is all ones
     opens_numbers  whether Python numbers that change from call to call stay open (`open_numbers.py`)
-    change    what becomes of a graph, first seen as call number `call`, before all else
+    change    rewrites a graph, first seen as call number `call`, before everything else
     under     path of the module whose forward it is; "" for the model's
 
-    Raises `CaptureError` where Dynamo cannot trace at all, `SizesNotOpen` where a graph with open sizes does not fit.
+    Raises `CaptureError` if Dynamo cannot trace at all, `SizesNotOpen` if a graph with open sizes does not fit.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class GraphCalls:
         self.seen = self.masks = Masks()
 
     def _traced_for(self, masks: Masks) -> Callable[..., Any]:
-        """The function, traced for batches of these `masks` alone: Dynamo shares traces of equal backends."""
+        """Return the function, traced for batches of these `masks` alone: Dynamo shares traces of equal backends."""
         if masks not in self._compiled:
             dynamic = None if self.opens_sizes or self.opens_numbers else False
             self._backend = _Backend(self, masks)
@@ -219,7 +219,7 @@ class GraphCalls:
         return self._call(args, kwargs)
 
     def forget(self, error: BaseException | None = None) -> None:
-        """Trace anew from now on, also what Dynamo would not follow into again since `error` came out of it."""
+        """Trace anew from now on, including code that Dynamo skips since `error` came out of it."""
         self._compiled.clear()
         try_again(error)
 
@@ -256,7 +256,7 @@ class GraphCalls:
             warnings.filterwarnings("ignore", message=r"To copy construct from a tensor")
             # It breaks the graph at functions of C, as at others; `recording/repeats.py` names those that matter.
             warnings.filterwarnings("ignore", message=r"Dynamo does not know how to trace the builtin")
-            # It makes an object of a Function's class to trace it, and is told off by that class.
+            # It instantiates a Function's class to trace it, which raises that class's warning.
             warnings.filterwarnings("ignore", message=r".*autograd\.function\.Function.* should not be instantiated")
             try:
                 result = self._traced_for(self.masks)(*args, **kwargs)
@@ -275,7 +275,7 @@ class GraphCalls:
 
 
 class _Backend(Capture):
-    """One backend for Dynamo, for batches of some `masks`; equal to no other of the same `GraphCalls`."""
+    """A backend for Dynamo, for batches of some `masks`; distinct from all others of the same `GraphCalls`."""
 
     def __init__(self, calls: GraphCalls, masks: Masks):
         self.answers, self.elsewhere, self.opens_sizes = calls.answers, calls.elsewhere, calls.opens_sizes
@@ -322,7 +322,7 @@ def drop_dead_views(graph_module: fx.GraphModule) -> None:
 def named_tensors(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[tuple[str, torch.Tensor]]:
-    """All tensors that a forward is given, with the names of the arguments or keys under which it finds them."""
+    """List all tensors among a forward's arguments, each with the name of its argument or key."""
     given: dict[str, Any] = kwargs
     if args:
         try:
@@ -337,7 +337,7 @@ def named_tensors(
 
 
 def element_counts(given: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """Elements of the tensors that a forward is given, by name: how large its batch is."""
+    """Return the elements of a forward's tensors by name, which measure its batch."""
     counts: dict[str, int] = {}
     for name, tensor in given:
         counts[name] = counts.get(name, 0) + tensor.numel()
@@ -345,9 +345,9 @@ def element_counts(given: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
 
 
 class _Functions(str):
-    """Functions for a setting of Dynamo, in whose logs they read as text.
+    """A set of functions for a setting of Dynamo that is readable in its logs.
 
-    torch 2.11 can neither sort nor print a set of functions there, and tells the user so at every trace.
+    torch 2.11 can neither sort nor print a plain set of functions there, and warns of it at every trace.
     """
 
     def __new__(cls, functions: Iterable[Callable[..., Any]]) -> _Functions:
@@ -410,7 +410,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """A transformers model that builds no key-value cache, as its configuration may say that it does.
+    """Turn off the key-value cache of a transformers model, whatever its configuration says.
 
     No training step reads the cache, and it would keep the keys and values of every layer until the forward ends,
     whatever a plan recomputes. The library's own gradient checkpointing turns it off too.
@@ -426,7 +426,7 @@ def without_cache(model: nn.Module) -> Iterator[None]:
 
 
 def cache_builders(model: nn.Module) -> list[Any]:
-    """The configurations in `model` that ask for a key-value cache."""
+    """List the configurations in `model` that ask for a key-value cache."""
     configs = (module.__dict__.get("config") for module in model.modules())
     return list({id(config): config for config in configs if getattr(config, "use_cache", None) is True}.values())
 

@@ -40,7 +40,7 @@ from remat.capture.elsewhere import Elsewhere
 
 _BOOKS = (  # Rule 4
     "transformers.cache_utils",
-    "transformers.integrations.flex_attention",  # compiles the kernel where nobody else does
+    "transformers.integrations.flex_attention",  # compiles its kernel if nothing else does
     "transformers.integrations.hub_kernels",
     "transformers.pytorch_utils",
     "transformers.utils.deprecation",
@@ -55,7 +55,7 @@ Frame = tuple[str, str]  # file, name of the function
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """Who asked, what, and the frames that the answer may steer: the one that asked, and its caller."""
+    """The code that asked, its question, and the frames that the answer may steer: the asker's and its caller's."""
 
     asker: str
     predicate: str
@@ -66,11 +66,11 @@ class Question:
 
 
 class Answers:
-    """Eager mode's answers for one capture, but for the askers in `traced`, who hear Dynamo's.
+    """Eager mode's answers for one capture; the askers in `traced` get Dynamo's.
 
     opaque     names of the Functions that are not traced (`opaque_functions.py`)
 
-    questions  those that eager mode and Dynamo answer differently, by asker, as the capture met them
+    questions  that eager mode and Dynamo answer differently, by asker, as the capture met them
     """
 
     def __init__(self, traced: Iterable[str] = (), opaque: Iterable[str] = ()):
@@ -79,7 +79,7 @@ class Answers:
         self.questions: dict[str, Question] = {}
 
     def eager(self, tx: Any, predicate: Callable[[], bool]) -> bool:
-        """Whether the question that `tx` has come to is to be answered as eager mode does; notes it."""
+        """Return whether the question at `tx` gets eager mode's answer, and note the question."""
         name, tx = predicate.__name__, tx
         while tx is not None and _is_predicate(tx):
             if any(is_of_tensor(value) for value in _values(tx)):  # Rule 2
@@ -93,22 +93,22 @@ class Answers:
         return asker not in self.traced
 
     def suspects(self, stacks: Sequence[Sequence[traceback.FrameSummary]]) -> list[Question]:
-        """Questions answered as in eager mode whose branch one of `stacks`, where tracing broke, lies in."""
+        """List the questions with eager mode's answer whose branch contains one of `stacks`, where tracing broke."""
         broken = {(frame.filename, _unresumed(frame.name)) for stack in stacks for frame in stack}
         return [q for q in self.questions.values() if q.asker not in self.traced and broken.intersection(q.frames)]
 
     def are_those_of(self, other: Answers | None) -> bool:
-        """Whether the same code hears the same answers."""
+        """Return whether the same code gets the same answers."""
         return other is not None and (self.traced, self.opaque) == (other.traced, other.opaque)
 
     @property
     def given_up(self) -> dict[str, str]:
-        """Who asked and heard Dynamo's answer, and what they asked."""
+        """Askers that got Dynamo's answer, with their questions."""
         return {q.asker: q.predicate for q in self.questions.values() if q.asker in self.traced}
 
 
 def _unresumed(name: str) -> str:
-    """The name of a function, which Dynamo resumes under another after a break."""
+    """Return the name of a function without Dynamo's suffix for resuming it after a break."""
     return _RESUMED.sub(r"\1", name)
 
 
@@ -136,10 +136,10 @@ def _frame_of(tx: Any) -> Frame:
 
 
 class Capture:
-    """A capture as it is found while Dynamo traces for it, which is given a method of this for its backend.
+    """A capture in progress; it is found through Dynamo's backend, which is one of its methods.
 
-    elsewhere  the device that it is for, where its tensors are on another (`elsewhere.py`)
-    opens_sizes, opens_numbers  whether it leaves sizes of tensors and Python numbers open that change
+    elsewhere  the device that it is for, if its tensors are on another (`elsewhere.py`)
+    opens_sizes, opens_numbers  whether it leaves changing sizes of tensors and Python numbers open
     opens_draws  whether numbers that Python draws are inputs of its graphs; `has_drawn` once one is
     """
 
@@ -167,7 +167,7 @@ def _answering() -> Iterator[None]:
             del known[recording]
 
 
-answering = Shared(_answering)  # lets Dynamo put the questions of our captures to them, and follow what they follow
+answering = Shared(_answering)  # lets Dynamo ask our captures, and follow the functions that they follow
 
 
 def _elsewhere_of(output: Any) -> Elsewhere | None:
@@ -179,7 +179,7 @@ captured_elsewhere = Shared(lambda: traced_elsewhere(_elsewhere_of))  # our capt
 
 
 def traced_as(other: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A function that takes the place of `other`, which is what our captures find where they meet it."""
+    """Make a decorator for a replacement of `other`; our captures trace it where they meet the original."""
 
     def plainly(*args: Any, **kwargs: Any) -> Any:
         return other(*args, **kwargs)
@@ -213,17 +213,17 @@ def _not_recording(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:  #
 
 
 def answers_of(tx: Any) -> Answers | None:
-    """The answers of the capture that `tx` traces for; None where there are none."""
+    """Return the answers of the capture that `tx` traces for; None if there are none."""
     capture = capture_of(tx)
     return None if capture is None else capture.answers
 
 
 def capture_of(tx: Any) -> Capture | None:
-    """The capture that `tx` traces for; None if another compiler traces."""
+    """Return the capture that `tx` traces for; None if another compiler traces."""
     return capture_of_output(tx.output)
 
 
 def capture_of_output(output: Any) -> Capture | None:
-    """`capture_of` from what all translators of one trace share."""
+    """Run `capture_of` on the output that all translators of one trace share."""
     capture = getattr(backend_of_output(output), "__self__", None)
     return capture if isinstance(capture, Capture) else None

@@ -22,10 +22,10 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Elsewhere:
-    """The device that a capture is for, where its tensors are on another.
+    """The device that a capture is for, if its tensors are on another.
 
-    kernels     what its kernels run under, on fake tensors: untraced forwards do, and the values of traced nodes
-    capability  its compute capability        here  the type of the device that the tensors are on
+    kernels     context of its kernels on fake tensors, for untraced forwards and the values of traced nodes
+    capability  its compute capability        here  type of the device that holds the tensors
     """
 
     device: torch.device
@@ -34,7 +34,7 @@ class Elsewhere:
     here: str = "cpu"
 
     def here_for(self, named: Any) -> Any:
-        """The device at hand where `named`, a device or its name, is the other one; all else as it is."""
+        """Return the device at hand if `named` is the other device or its name; anything else unchanged."""
         name = self.device.type
         if isinstance(named, torch.device) and named.type == name:
             return torch.device(self.here)

@@ -24,7 +24,7 @@ _FIELDS = ("absmax", "code", "offset", "shape", "dtype", "blocksize", "quant_typ
 
 
 def has_4_bit_layers(model: nn.Module) -> bool:
-    """Whether a layer of `model` is one of 4-bit weights."""
+    """Return whether a layer of `model` has 4-bit weights."""
     layer = getattr(sys.modules.get("bitsandbytes.nn"), "Linear4bit", None)
     return layer is not None and any(isinstance(module, layer) for module in model.modules())
 
@@ -37,7 +37,7 @@ def instead(function: Callable[..., Any], asker: str, opaque: Collection[str]) -
 
 
 def _taken_apart(A: Any, B: Any, quant_state: Any, out: Any = None, bias: Any = None) -> Any:
-    """`matmul_4bit` with its own arguments."""
+    """Call `matmul_4bit` with the fields of its `quant_state` as arguments, or as it is where that is impossible."""
     library: Any = sys.modules[_LIBRARY]
     if (
         out is not None
@@ -51,7 +51,7 @@ def _taken_apart(A: Any, B: Any, quant_state: Any, out: Any = None, bias: Any = 
 
 
 def matmul_4bit(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scales: Any, of_scales: Any) -> Any:
-    """`matmul_4bit` with the fields of a weight's scales, and of those of its scales; a node of a graph."""
+    """Run `matmul_4bit` from the fields of a weight's scales, and of their own scales; a node of a graph."""
     library: Any = sys.modules[_LIBRARY]
     state = library.F.QuantState(**dict(zip(_FIELDS, scales, strict=True)))
     if of_scales is not None:

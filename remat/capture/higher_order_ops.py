@@ -25,7 +25,7 @@ _TENSOR = object()  # stands for one that autograd keeps
 
 
 def open_nodes(graph_module: fx.GraphModule) -> int:
-    """Open every node of `graph_module` that is known here, in place; how many checkpoint calls there were."""
+    """Open every known opaque node of `graph_module` in place; return the number of checkpoint calls."""
     checkpoints = 0
     for node in list(graph_module.graph.nodes):
         if node.target is _CHECKPOINT:
@@ -43,7 +43,7 @@ def open_nodes(graph_module: fx.GraphModule) -> int:
 class _SharedBody(nn.Module):
     """A graph that is called and never changed.
 
-    A GraphModule compiles its own graphs whenever it is copied: of QLoRA they are hundreds.
+    A GraphModule compiles its own graphs whenever it is copied: QLoRA has hundreds.
     """
 
     def __init__(self, body: nn.Module):
@@ -60,7 +60,7 @@ def _close(graph_module: fx.GraphModule, name: str) -> None:
 
 
 def _name_function(graph_module: fx.GraphModule, node: fx.Node, function: Any) -> None:
-    """Let `node`, which calls a Function of a model's own, say which."""
+    """Name the Function of a model that `node` calls."""
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         return function.apply(*args, **kwargs)
@@ -74,9 +74,9 @@ def _name_function(graph_module: fx.GraphModule, node: fx.Node, function: Any) -
 
 
 def _inline(graph_module: fx.GraphModule, node: fx.Node) -> int:
-    """Put the body of checkpoint call `node` in its place; how many more there were in it.
+    """Replace checkpoint call `node` by its body; return the number of further calls in it.
 
-    Dynamo made everything that it takes an argument.
+    Dynamo made all of its arguments.
     """
     graph, body = graph_module.graph, getattr(graph_module, str(node.args[0].target))  # type: ignore[union-attr]
     inside = open_nodes(body)

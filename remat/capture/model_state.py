@@ -46,7 +46,7 @@ from remat.errors import CaptureError
 
 MOST_OBJECTS = 100_000  # that are looked into, of those that are reached through code
 LARGEST_BYTES = 1 << 24  # of a tensor or an array that is reached through code
-NUMBER, TENSOR, GROWN, OTHER = "number", "tensor", "list", "other"  # kinds of what changes; a list that has grown
+NUMBER, TENSOR, GROWN, OTHER = "number", "tensor", "list", "other"  # kinds of changes; a list that has grown
 Change = tuple[str, str]  # its name and kind
 
 _NUMBERS = (bool, int, float, complex, str, bytes, np.generic)
@@ -65,15 +65,15 @@ _LOOKED_INTO = ("torch.nn", "torch.distributions")  # of what is left alone
 
 
 class StateLost(CaptureError):
-    """State of a model could not be put back: it is not what it was."""
+    """The state of a model could not be restored."""
 
 
 class ModelState:
-    """The state of `model` now.
+    """The state of `model` at the moment of construction.
 
     data              whether tensors have data; fake ones have none
-    step              a function that calls the model: what it keeps itself counts, other models that it names do not
-    torch_generators  that were reached
+    step              a function that calls the model: its own state counts, other models that it names do not
+    torch_generators  torch's generators that were reached
     """
 
     def __init__(self, model: nn.Module, *, data: bool = True, step: Callable[..., Any] | None = None):
@@ -107,7 +107,7 @@ class ModelState:
         self._not_looked_into: str | None = None
 
     def shared(self) -> ModelState:
-        """Return the state that the same model shares with the rest of the program now, reached through code alone.
+        """Return the present state that the model shares with the rest of the program, reached through code alone.
 
         Generators are left out.
         """
@@ -121,14 +121,14 @@ class ModelState:
         return found
 
     def put_back(self) -> None:
-        """Make the state what it was. Raises StateLost, naming what is not, after all else is."""
+        """Restore the state. Raises StateLost, naming what could not be restored, after restoring everything else."""
         failures: list[tuple[str, Exception]] = []
         with without_modes():
             everything: list[_Holder | _KeptTensor | _Generator] = [*self._holders, *self._tensors, *self._generators]
             for kept in everything:
                 try:
                     kept.put_back()
-                except Exception as error:  # whatever an object of a user may raise when it is written to
+                except Exception as error:  # any error of a user's object that is written to
                     failures.append((kept.name, error))
         for name, failure in failures:
             if isinstance(failure, StateLost):
@@ -138,7 +138,7 @@ class ModelState:
             ) from failure
 
     def put_statistics_back(self) -> None:
-        """Put back the data of registered buffers, and generators: what a forward may change and stay as it is."""
+        """Restore the data of registered buffers, and generators, which `changes` leaves out without `statistics`."""
         with without_modes(), torch.no_grad():
             for tensor in self._tensors:
                 if id(tensor.value) in self._buffers:
@@ -163,13 +163,13 @@ class ModelState:
 
     @property
     def only_once(self) -> list[str]:
-        """Names of what gives each value once, and of what is not known: one forward more would change it for good."""
+        """Names of sources that give each value once, and of unknown state: one forward more changes them for good."""
         once = [holder.name for holder in self._holders if isinstance(holder, _GivenOnce)]
         return once + [f"what is reached from {self._not_looked_into}"] * (self._not_looked_into is not None)
 
     @property
     def shared_generators(self) -> list[_Generator]:
-        """Generators that were reached through code alone, as they were."""
+        """Generators reached through code alone, as they were."""
         return self._shared_generators
 
     @property
@@ -178,17 +178,17 @@ class ModelState:
 
     @property
     def shared_names(self) -> set[str]:
-        """Names of what was reached through code: attributes of classes, globals, what hooks close over."""
+        """Names of state reached through code: attributes of classes, globals, closures of hooks."""
         return {holder.named(key) for holder in self._holders[self._own_holders :] for key in holder.read()}
 
     def replace(self, make: Callable[[torch.Tensor], torch.Tensor], *, own: bool = False) -> None:
-        """Put what `make` makes of each tensor in its place; only in the model's `own` state."""
+        """Replace each tensor by the result of `make`; only in the model's `own` state."""
         for holder in self._holders[: self._own_holders if own else None]:
             holder.replace(make)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor that was reached, parameters left out."""
+        """Every tensor that was reached, except parameters."""
         return [tensor.value for tensor in self._tensors if not isinstance(tensor.value, nn.Parameter)]
 
     @property
@@ -204,14 +204,14 @@ class ModelState:
             waiting.extend(self._noted(*waiting.popleft()))
 
     def _look_into_code(self) -> None:
-        """After all else, so that the model's own state is known as such."""
+        """Look into code last, so that the model's own state is known as such."""
         self._is_shared, self._most = True, len(self._seen) + MOST_OBJECTS
         while self._code:
             for name, value in self._of_code(*self._code.pop(0)):
                 self._look_from(name, value)
 
     def _noted(self, name: str, value: Any) -> Iterable[tuple[str, Any]]:
-        """Note `value`, and return what is reached from it, with names."""
+        """Note `value`, and return the named values that it leads to."""
         if isinstance(value, _ATOMS) or id(value) in self._seen:
             return ()
         if self._is_shared and len(self._seen) >= self._most:
@@ -277,7 +277,7 @@ class ModelState:
 
 
 class Numbers:
-    """The numbers of a state of some `names`, as they are now."""
+    """The numbers of a state of some `names`, at the moment of construction."""
 
     def __init__(self, state: ModelState | None, names: Collection[str]):
         holders = () if state is None else state.holders
@@ -290,7 +290,7 @@ class Numbers:
 
 
 class Appended:
-    """Lists in a state of some `names`, to which a forward does nothing but append."""
+    """Lists in a state of some `names` that a forward only appends to."""
 
     def __init__(self, state: ModelState | None, names: Collection[str]):
         holders = () if state is None else state.holders
@@ -299,7 +299,7 @@ class Appended:
 
     @contextlib.contextmanager
     def emptied(self) -> Iterator[None]:
-        """While it lasts they are empty: a trace would follow their length. What is appended comes behind the rest."""
+        """Empty the lists while the context is open, since a trace would specialize on their length; then join them."""
         lists = [found for holder, key in self._held if isinstance(found := holder.read().get(key), list)]
         before = [list(found) for found in lists]
         for found in lists:
@@ -328,7 +328,7 @@ class SharedState:
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[None]:
-        """While it lasts, it is as the model left it the last time, and all of its tensors are fake."""
+        """Restore the state as the model left it last, with fake tensors, while the context is open."""
         if self._depth:
             yield
             return
@@ -338,7 +338,7 @@ class SharedState:
             outside.replace(self._fake)
         else:
             inside.put_back()
-        del inside  # what the model lets go of is gone then
+        del inside  # so that objects dropped by the model are freed
         self._depth = 1
         try:
             yield
@@ -348,14 +348,14 @@ class SharedState:
             outside.put_back()
 
     def require_kept(self) -> None:
-        """Raise StateLost where the model has taken values of what gives each value once."""
+        """Raise StateLost if the model has taken values from a source that gives each value once."""
         for holder in self._model.holders:
             if isinstance(holder, _GivenOnce):
                 holder.put_back()
 
 
 def _is_large(value: Any) -> bool:
-    """Whether `value` is rather data that a program has than state that a model changes."""
+    """Return whether `value` is more likely a program's data than state that a model changes."""
     return isinstance(value, (torch.Tensor, np.ndarray)) and value.nbytes > LARGEST_BYTES
 
 
@@ -364,7 +364,7 @@ def _joined(name: str, key: Any) -> str:
 
 
 def _is_left_alone(value: Any) -> bool:
-    """Whether `value` belongs to the machinery of a library."""
+    """Return whether `value` belongs to the machinery of a library."""
     if isinstance(value, nn.Module):
         return False
     homes = [value] if isinstance(value, (type, types.FunctionType)) else type(value).__mro__[:-1]
@@ -373,7 +373,7 @@ def _is_left_alone(value: Any) -> bool:
 
 
 def _is_own(value: Any) -> bool:
-    """Whether `value` is a function of this library: a hook that brings weights from the host."""
+    """Return whether `value` is a function of this library: a hook that brings weights from the host."""
     while isinstance(value, functools.partial):
         value = value.func
     return isinstance(value, _FUNCTIONS) and _is_in(str(value.__module__), ("remat",))
@@ -384,7 +384,7 @@ def _is_in(module: str, packages: tuple[str, ...]) -> bool:
 
 
 def _is_state(value: Any) -> bool:
-    """Whether a global, or an attribute of a class, may be state: neither code nor text."""
+    """Return whether a global, or an attribute of a class, may be state: neither code nor text."""
     if isinstance(value, (torch.Tensor, torch.Generator)):
         return True
     is_code = isinstance(value, (*_CODE, types.ModuleType, str)) or hasattr(type(value), "__get__")
@@ -393,7 +393,7 @@ def _is_state(value: Any) -> bool:
 
 @functools.cache
 def _names_in(code: types.CodeType) -> frozenset[str]:
-    """The globals that `code` names, in the functions that it defines too."""
+    """Return the globals that `code` names, also in functions that it defines."""
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
     return frozenset(code.co_names).union(*map(_names_in, inner))
 
@@ -409,9 +409,10 @@ def _slots_of(kind: type) -> list[str]:
 
 
 class _Holder:
-    """Something that holds references, by key, and those that it held.
+    """Something that holds references by key, and the values that it held.
 
-    read  what is held now        write  hold this, and nothing else        named  what is held under a key is called
+    read   the values held now        write  hold these values, and no others
+    named  the name of the value under a key
     """
 
     __slots__ = ("_held", "_iterators", "name", "was")
@@ -431,7 +432,7 @@ class _Holder:
         return self.name
 
     def put(self, key: Any, value: Any) -> None:
-        """Hold `value` under a key that there is."""
+        """Hold `value` under an existing key."""
         self._held[key] = value
 
     def put_back(self) -> None:
@@ -466,7 +467,7 @@ _COPIED = (
 
 
 def _is_at(iterator: Any, copied: Any) -> bool:
-    """Whether an iterator is where it was copied."""
+    """Return whether an iterator is where it was copied."""
     return type(iterator) is type(copied) and _position(iterator) == _position(copied)
 
 
@@ -482,12 +483,12 @@ def _kind_of(one: Any, other: Any) -> str:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of an iterator, that goes on from where it is; None for what is none, or cannot be copied. (Rule 5)"""
+    """Copy an iterator at its present position; None for other values, or if it cannot be copied. (Rule 5)"""
     return copy.copy(value) if type(value) in _COPIED else None
 
 
 def _gives_once(value: Any) -> bool:
-    """Whether `value` is a Python generator, or an iterator whose copy would take values of the same source."""
+    """Return whether `value` is a Python generator, or an iterator whose copy would consume the same source."""
     kind = type(value)
     return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__") and kind not in _COPIED
 
@@ -500,7 +501,7 @@ def _made_of(value: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 class _Attributes(_Holder):
-    """The table of an object's attributes; how a forward runs is none of its state."""
+    """The table of an object's attributes, without its `forward`, which is no state."""
 
     __slots__ = ()
 
@@ -517,7 +518,7 @@ class _Attributes(_Holder):
 
 
 class _Globals(_Attributes):
-    """Those of a module's globals that code names."""
+    """Globals of a module that code names."""
 
     __slots__ = ("_names",)
 
@@ -564,7 +565,7 @@ class _Slots(_Attributes):
 
 
 class _Dict(_Holder):
-    """A dictionary; hooks of this library come and go in those of hooks."""
+    """A dictionary; in dictionaries of hooks, this library's own hooks do not count."""
 
     __slots__ = ()
 
@@ -646,7 +647,7 @@ class _Array(_Holder):
 
 
 class _GivenOnce(_Holder):
-    """A Python generator or an iterator, and where it is, as far as that can be seen."""
+    """A Python generator or an iterator, and its position, as far as it is visible."""
 
     __slots__ = ()
 
@@ -665,7 +666,7 @@ class _GivenOnce(_Holder):
 
 
 def _position(value: Any) -> Any:
-    """Where an iterator is: its own state, and that of the iterators which it takes values of."""
+    """Return the position of an iterator: its own state, and that of the iterators that it reads."""
     if isinstance(value, types.GeneratorType):  # a loop that yields stands at the same line each time
         frame = value.gi_frame
         return None if frame is None else (frame.f_lasti, *map(_position, frame.f_locals.values()))
@@ -704,7 +705,7 @@ def _container(name: str, value: Any) -> _Holder | None:
 
 
 class _KeptTensor:
-    """A tensor, and what it held; of a parameter, which storage it had."""
+    """A tensor, and the data that it held; for a parameter, also its storage."""
 
     def __init__(self, name: str, value: torch.Tensor, data: bool):
         self.name, self.value, self._version = name, value, _version_of(value)
@@ -731,19 +732,19 @@ class _KeptTensor:
 
     @property
     def _is_other(self) -> bool:
-        """Whether the data is other, bit by bit, as far as bits can be seen."""
+        """Whether the data differs bitwise, as far as bits are readable."""
         if self._data is None or not can_be_compared(self.value):
             return self._version != _version_of(self.value)
         return not are_bitwise_equal(self.value.detach().cpu(), self._data)
 
 
 def are_bitwise_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bits; False where that cannot be seen."""
+    """Return whether two tensors are bitwise equal; False if that is unknown."""
     return can_be_compared(one) and _are_bitwise_equal(one, other)
 
 
 def can_be_compared(tensor: torch.Tensor) -> bool:
-    """Whether the bits of `tensor` can be seen."""
+    """Return whether the bits of `tensor` are readable."""
     return (tensor.layout is torch.strided or tensor.layout in _PARTS) and not tensor.is_quantized
 
 
@@ -803,7 +804,7 @@ def _generator_of(value: Any) -> _Generator | None:
 
 
 def global_generators(devices: Iterable[torch.device] = ()) -> list[_Generator]:
-    """Those of Python, numpy and torch: on the host, and on the CUDA devices among `devices`."""
+    """List the generators of Python, numpy and torch: on the host, and on the CUDA devices among `devices`."""
     found = [
         _Generator(random.getstate, random.setstate),
         _Generator(np.random.get_state, np.random.set_state),

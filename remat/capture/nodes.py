@@ -13,7 +13,7 @@ from remat.capture.dynamic_shapes import is_size
 
 
 def _method(name: str) -> Callable[..., Any]:
-    """A function that calls method `name` of its first argument."""
+    """Return a function that calls method `name` of its first argument."""
 
     def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(owner, name)(*args, **kwargs)
@@ -27,18 +27,18 @@ def as_function(node: fx.Node) -> Callable[..., Any]:
 
 
 def replace_target(node: fx.Node, function: Callable[..., Any]) -> None:
-    """Let `node` call `function` (arguments unchanged), under a name that says what it called before."""
+    """Let `node` call `function` (arguments unchanged), under a name that includes the old callee."""
     name = f"{function.__name__.strip('_')}_{getattr(node.target, '__name__', node.target)}"
     node.op, node.target = "call_function", with_name(function, name)
 
 
 def captured_nodes(graph_module: fx.GraphModule) -> list[fx.Node]:
-    """The operators of a captured graph, in order: what plans count as nodes."""
+    """List the operators of a captured graph, in order: the nodes that plans count."""
     return [node for node in graph_module.graph.nodes if is_captured(node)]
 
 
 def is_captured(node: fx.Node) -> bool:
-    """Whether `node` is an operator; what computes open sizes is none."""
+    """Return whether `node` is an operator; nodes that compute open sizes are not."""
     return node.op not in ("placeholder", "get_attr", "output") and not is_size(node)
 
 
@@ -64,7 +64,7 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # (input, hx, params, has_
 
 
 def may_draw(node: fx.Node) -> bool:
-    """Whether `node`, by its name and constants, draws random numbers.
+    """Return whether `node`, by its name and constants, draws random numbers.
 
     Constants are no part of a graph's fingerprint: a rate may have been 0 when the plan was made.
     """
@@ -94,7 +94,7 @@ _BRACKETS = {
 
 
 def bracket_of(node: fx.Node) -> int:
-    """+1 for a node that opens a context which a later node closes (autocast, no_grad, vmap), -1 for that one."""
+    """Return +1 for a node that opens a context (autocast, no_grad, vmap), -1 for the one that closes it."""
     if called(node) == "_set_grad_enabled":
         return -1 if node.args[0] else 1
     return _BRACKETS.get(called(node), 0)
@@ -107,7 +107,7 @@ def with_name(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as autocast hands it to a product; a captured node may call it."""
+    """Cast `tensor` as autocast does for a product; a captured node may call it."""
     kind = tensor.device.type
     casts = torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64
     return tensor.to(torch.get_autocast_dtype(kind)) if casts else tensor

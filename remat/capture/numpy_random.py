@@ -17,7 +17,7 @@ from remat._torch.dynamo import not_begun_at
 
 
 def leave_alone(function: Any) -> None:
-    """Let `function`, that a trace is about to follow into, be run untraced where it draws numpy's random numbers."""
+    """Keep a trace from following `function` if it draws numpy's random numbers, so that it runs untraced."""
     if isinstance(function, types.FunctionType) and _draws(function):
         not_begun_at(function, nor_within=True)
 

@@ -28,7 +28,7 @@ Function = type[torch.autograd.Function]
 
 
 def functions_behind(loss: torch.Tensor) -> frozenset[str]:
-    """Names of the Functions that ran as they stand to make `loss`; torch's own and ours only run a caller's code."""
+    """Return the names of the untraced Functions that made `loss`, without torch's own and ours."""
     found, seen, ahead = set(), set(), [loss.grad_fn]
     while ahead:
         node = ahead.pop()
@@ -44,7 +44,7 @@ def functions_behind(loss: torch.Tensor) -> frozenset[str]:
 
 @contextlib.contextmanager
 def opaque(names: Iterable[str]) -> Iterator[None]:
-    """Make nodes of the Functions of these names, while it lasts. Missing ones are ignored."""
+    """Make nodes of the Functions of these names while the context is open; ignore missing ones."""
     functions = [function for function in map(_named, set(names) - {four_bit.FUNCTION}) if function is not None]
     with left_whole([*functions, four_bit.matmul_4bit]), contextlib.ExitStack() as stack:
         for function in functions:
@@ -57,10 +57,11 @@ def opaque(names: Iterable[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keeping_sizes_open(function: Function) -> Iterator[None]:
-    """While it lasts, `function` is not run on tensors with open sizes, whose numbers its loops would read.
+    """Keep open sizes from `function`, whose loops would specialize them.
 
-    What it returns then is read off two runs with numbers for the sizes: a size that is the same in both is a number,
-    one that follows a size of an argument is that size. Any other is for the function itself, which closes it.
+    The shape of its result is derived from two runs with numbers for the sizes: a size that is the same in both is a
+    number, one that follows a size of an argument is that size. In other cases the function itself runs, which closes
+    the size.
     """
     own, original = "apply" in vars(function), function.apply
 
@@ -83,7 +84,7 @@ def _is_open(value: Any) -> bool:
 
 
 def _outputs(original: Any, args: tuple[Any, ...]) -> list[Any] | None:
-    """(sizes, dtype, device, whether it learns) of each output, or what is none; None where a size cannot be told."""
+    """Return (sizes, dtype, device, requires_grad) or the value of each output; None if a size is unknown."""
     symbols = {symbol for value in args if _is_open(value) for size in value.shape for symbol in _symbols(size)}
     runs = [_run(original, args, {symbol: hint + more for symbol, hint in symbols}) for more in (0, 8)]
     sizes = {
@@ -133,7 +134,7 @@ def _run(original: Any, args: tuple[Any, ...], numbers: dict[Any, int]) -> list[
 
 
 class _Shaped(torch.autograd.Function):
-    """Outputs of known shapes that depend on the arguments, and nothing else of a Function."""
+    """Outputs of known shapes that depend on the arguments, in place of a Function."""
 
     @staticmethod
     def forward(ctx: Any, outputs: list[Any], *args: Any) -> Any:

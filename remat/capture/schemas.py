@@ -21,7 +21,7 @@ def _holds_tensor(returned: Any) -> bool:
 
 @functools.cache
 def makes_nothing(func: Any) -> bool:
-    """Whether `func` neither writes nor makes a tensor: its results are views of arguments, or numbers alone."""
+    """Return whether `func` neither writes nor makes a tensor: it returns views of arguments, or numbers."""
     schema = func._schema
     tensors = [returned for returned in schema.returns if _holds_tensor(returned)]
     return not schema.is_mutable and all(returned.alias_info is not None for returned in tensors)
@@ -29,12 +29,12 @@ def makes_nothing(func: Any) -> bool:
 
 @functools.cache
 def is_view(func: Any) -> bool:
-    """Whether all that `func` returns are views of arguments, and it writes nothing."""
+    """Return whether `func` returns only views of arguments, and writes nothing."""
     return makes_nothing(func) and any(map(_holds_tensor, func._schema.returns))
 
 
 def calls_view(node: fx.Node) -> bool:
-    """Whether a node of a traced graph calls such an operator."""
+    """Return whether a node of a traced graph calls a view operator."""
     return isinstance(node.target, torch._ops.OpOverload) and is_view(node.target)
 
 
@@ -45,14 +45,14 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """The arguments that `func` writes to: `self` of an in-place operator, `out`, tensors in lists."""
+    """Yield the arguments that `func` writes to: `self` of an in-place operator, `out`, tensors in lists."""
     for position, name in _written_arguments(func):
         value = args[position] if position < len(args) else (kwargs or {}).get(name)
         yield from tensors_of((value,), {})
 
 
 def tensors_of(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments of an operator, in order; schemas have no deeper lists than this."""
+    """Yield the tensors among the arguments of an operator, in order; schemas have no deeper lists than this."""
     for value in (*args, *(kwargs or {}).values()):
         if isinstance(value, torch.Tensor):
             yield value
@@ -81,7 +81,7 @@ def traits_of(func: Any) -> Traits:
 
 
 def draws_random_numbers(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether this very call of `func` advances the generator; attention without dropout does not."""
+    """Return whether this call of `func` advances the generator; attention without dropout does not."""
     if not is_seeded(func):
         return False
     for position, argument in enumerate(func._schema.arguments):

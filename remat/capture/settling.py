@@ -35,10 +35,10 @@ from remat.units import first_few
 
 
 class Unsettled(RematError):
-    """The first forward has another graph than planned: it may be because the model is not complete yet."""
+    """The first forward has another graph than planned, perhaps because the model is not complete yet."""
 
 
-MOST_FORWARDS = 4  # until a model stays as it is
+MOST_FORWARDS = 4  # until a model is steady
 MOST_WITH_STATE = 64  # ... where something that it keeps from forward to forward changes: a queue that fills
 _RECORDING = "transformers.utils.output_capturing"
 _INSTALLED = "_output_capturing_hooks_installed"
@@ -50,9 +50,9 @@ class Early:
     """Observations of a model's forwards, step by step, until they repeated.
 
     history  the graph calls of each step
-    carried  what every step changes in the model, those that repeat too: kinds by name
-    shared   names of those that the model shares with the rest of the program
-    appended names of lists among them to which a step does nothing but append
+    carried  state of the model that every step changes, including periodic changes: kinds by name
+    shared   names of carried state that the model shares with the rest of the program
+    appended names of carried lists that a step only appends to
     """
 
     history: tuple[tuple[Signature, ...], ...] = ()
@@ -62,7 +62,7 @@ class Early:
 
     @property
     def is_any(self) -> bool:
-        """Whether the first forwards had other graphs than the last that was seen."""
+        """Whether the first forwards had other graphs than the last."""
         return any(graphs != self.history[-1] for graphs in self.history)
 
     def to_json(self, recorded: tuple[Signature, ...]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class SteadyStep(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Capture:
-    """One attempt: its answers, where tracing broke, Functions that ran as they stand, and why it failed, if it did."""
+    """One attempt: its answers, where tracing broke, the untraced Functions, and why it failed, if it did."""
 
     answers: Answers
     breaks: tuple[Sequence[traceback.FrameSummary], ...]
@@ -113,9 +113,9 @@ class _Capture:
 def settle(step: SteadyStep, run_again: Callable[[], None]) -> None:
     """Bring the model of `step` to its steady state, with answers by which eager branches can be captured.
 
-    Raises CaptureError if the forward cannot be captured at all, or never stays the same.
+    run_again  runs one more forward of the captured graphs
 
-    run_again  one more forward of what is captured
+    Raises CaptureError if the forward cannot be captured at all, or never stays the same.
     """
     found = _steady(step, run_again, None) if step.calls.answers is None else _answered(step, run_again)
     if found.failure is not None:
@@ -124,7 +124,7 @@ def settle(step: SteadyStep, run_again: Callable[[], None]) -> None:
 
 
 def _answered(step: SteadyStep, run_again: Callable[[], None]) -> _Capture:
-    """The capture under the answers that let most eager branches be captured."""
+    """Return the capture under the answers that keep the most eager branches."""
     untouched = step.state()
     whole = [four_bit.FUNCTION] if four_bit.has_4_bit_layers(step.model) else []
     first = found = _steady(step, run_again, Answers(opaque=whole))
@@ -149,7 +149,7 @@ def _answered(step: SteadyStep, run_again: Callable[[], None]) -> _Capture:
 
 
 def _steady(step: SteadyStep, run_again: Callable[[], None], answers: Answers | None) -> _Capture:
-    """A capture of the model as it is when it stays as it is: two forwards after one another have the same graphs."""
+    """Capture the model in its steady state, when two successive forwards have the same graphs."""
     history: list[tuple[Signature, ...]] = []
     forwards, settled = 0, False
     while not settled:
@@ -184,7 +184,7 @@ def _unsteady(carried: Mapping[str, str]) -> CaptureError:
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first few names, as code."""
+    """List the first few names, as code."""
     return first_few(f"`{name}`" for name in names)
 
 
@@ -208,7 +208,7 @@ def _state_of(model: nn.Module) -> list[Any]:
 
 
 def recording_models(model: nn.Module) -> list[str]:
-    """Paths of the models in `model` that have transformers' hooks that record outputs."""
+    """List the paths of the models in `model` that have transformers' hooks that record outputs."""
     return [path for path, module in model.named_modules() if getattr(module, _INSTALLED, False)]
 
 

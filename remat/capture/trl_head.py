@@ -22,12 +22,12 @@ _ASKER, _QUESTION = "trl.trainer.utils", "_use_triton"
 
 
 def is_known() -> bool:
-    """Whether TRL's head asks as it is answered here."""
+    """Return whether this version of TRL's head asks the question that is answered here."""
     return callable(getattr(sys.modules.get(_ASKER), _QUESTION, None))
 
 
 def selects_rows(device: torch.device) -> bool:
-    """Whether, without a plan, the head scores on `device` those positions alone whose labels count."""
+    """Return whether, without a plan, the head scores on `device` only the positions whose labels count."""
     return is_known() and bool(getattr(sys.modules[_ASKER], _QUESTION)(device))
 
 

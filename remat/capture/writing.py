@@ -39,7 +39,7 @@ _BUFFERS = {"batch_norm": (1, 2), "instance_norm": (1, 2)}  # statistics, which 
 
 
 def written_storages(nodes: Sequence[fx.Node], known: frozenset[str]) -> set[int]:
-    """Storages that some node may write to; `known` are names beside `PURE` that write nothing."""
+    """Return the storages that some node may write to; `known` names functions beside `PURE` that write nothing."""
     return {key for node in nodes for key in storages(_written_by(node, PURE | known))}
 
 
@@ -68,6 +68,6 @@ def asked(node: fx.Node, argument: str) -> Any:
 
 
 def storages(nodes: Any) -> set[int]:
-    """Storages of the values of nodes."""
+    """Return the storages of the values of nodes."""
     values = [node.meta.get("example_value") for node in tree_leaves(nodes) if isinstance(node, fx.Node)]
     return {storage_key(t) for t in tree_leaves(values) if isinstance(t, torch.Tensor)}

@@ -17,7 +17,7 @@ from remat.capture.schemas import written
 
 
 class WrittenParameters(UnseenMode):
-    """While it is entered, notes what is written into parameters of `model`; `put_back` undoes it afterwards."""
+    """Notes writes into parameters of `model` while it is entered; `put_back` undoes them afterwards."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -37,7 +37,7 @@ class WrittenParameters(UnseenMode):
         return func(*args, **(kwargs or {}))
 
     def put_back(self) -> None:
-        """Give every parameter the data, and the data the numbers, that it had."""
+        """Give every parameter its former data, and the data their former values."""
         with torch.no_grad(), without_modes():
             for data, numbers in self._copies:
                 data.copy_(numbers)

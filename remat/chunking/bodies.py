@@ -14,7 +14,7 @@ from remat.chunking.rows import SPLITS, RowRun, is_view, product_weights
 
 
 def chunked(run: RowRun, slices: int) -> ChunkedRows:
-    """Build the module that computes `run` in so many slices."""
+    """Build the module that computes `run` in `slices` slices."""
     weights = {each for node in run.products for each in product_weights(node)}
     of_products = frozenset(i for i, node in enumerate(run.beside) if node in weights)
     bodies = _body(run), _body(run, unmade=run.unmade), _body(run, precise=True)
@@ -23,14 +23,14 @@ def chunked(run: RowRun, slices: int) -> ChunkedRows:
 
 
 def _body(run: RowRun, unmade: Collection[fx.Node] = (), *, precise: bool = False) -> fx.GraphModule:
-    """(rows, *beside) -> the result; without the values of `unmade`, or without casts."""
+    """Build (rows, *beside) -> the result; `unmade` values are not computed, `precise` leaves casts out."""
     graph = fx.Graph()
     copies = {run.given: graph.placeholder("rows")}
     copies.update((node, graph.placeholder(f"beside_{i}")) for i, node in enumerate(run.beside))
     for node in run.nodes:
         if is_view(node) or (precise and kind_of(node) in CASTS):
             given = copies[node.args[0]]  # type: ignore[index]
-            # Gradients are added up at a view first, and then at what it is a view of.
+            # Gradients are added up at a view first, and then at its base.
             copies[node] = graph.call_method("view_as", (given, given)) if _adds_up(node) else given
         elif node in unmade:
             copies[node] = _unmade(graph, node, copies)
@@ -42,12 +42,12 @@ def _body(run: RowRun, unmade: Collection[fx.Node] = (), *, precise: bool = Fals
 
 
 def _adds_up(node: fx.Node) -> bool:
-    """Whether a view and what it is a view of are both read more than once."""
+    """Return whether a view and its base are both read more than once."""
     return kind_of(node) in FLATTENINGS and len(node.users) > 1 and len(node.args[0].users) > 1  # type: ignore[union-attr]
 
 
 def _arguments(node: fx.Node) -> tuple[Any, Any]:
-    """Those of `node`, where all dimensions but the last are one."""
+    """Return the arguments of `node` for rows with all leading dimensions in one."""
     if kind_of(node) not in SPLITS:
         return node.args, node.kwargs
     return node.args[:2], {**{name: value for name, value in node.kwargs.items() if name != "dim"}, "dim": -1}

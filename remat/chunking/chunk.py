@@ -18,20 +18,20 @@ from remat.chunking.rows import RowRun, find_row_runs
 from remat.chunking.withheld import WithheldLogits
 
 WITHHELD = "withheld_logits"  # attribute of the graph module
-CHUNKED = "chunked_loss"  # what the node of a head calls, and the key of its meta for the `ChunkedLoss`
+CHUNKED = "chunked_loss"  # the callee of a head's node, and the key of its meta for the `ChunkedLoss`
 HEAD = "head"  # key of its meta for the head's number
-ROWS = "chunked_rows"  # what the node of a run calls, and the key of its meta for the `ChunkedRows`
+ROWS = "chunked_rows"  # the callee of a run's node, and the key of its meta for the `ChunkedRows`
 
 
 def chunk(
     graph_module: fx.GraphModule, slices: Mapping[int, int], rows: int = 0, loss: type[ChunkedLoss] = ChunkedLoss
 ) -> fx.GraphModule:
-    """A copy of `graph_module` whose heads number i run in `slices[i]` slices; other nodes are as they were.
+    """Copy `graph_module` with head number i in `slices[i]` slices; other nodes are unchanged.
 
-    rows  into how many slices runs that act by row (`rows.py`) are cut, all alike; 0: they are as they were
+    rows  number of slices of all chunked rows (`rows.py`); 0: they stay whole
     loss  what a chunked head runs
 
-    Where there is no such head, it is another graph (one of before a model was settled, say), as its nodes will tell.
+    If a head is missing, it is another graph (say of a model before it settled), as its nodes will show.
     """
     heads = dict(enumerate(find_heads(graph_module)))
     found = {heads[i].result: (heads[i], i, count) for i, count in slices.items() if i in heads}
@@ -128,7 +128,7 @@ def _calling(function: ChunkedLoss | ChunkedRows, name: str) -> Any:
 
 
 def _opened_and_row_losses(head: Head) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """(logits -> what is made of them first, a cast or nothing; that, labels and constants -> the loss of each row)."""
+    """Build (logits -> cast or unchanged logits), and (those, labels, constants -> loss of each row)."""
     steps = head.steps
     casts = steps[:1] if steps and kind_of(steps[0]) in CASTS else []
     graph = fx.Graph()
@@ -137,7 +137,7 @@ def _opened_and_row_losses(head: Head) -> tuple[fx.GraphModule, fx.GraphModule]:
 
 
 def _precise(head: Head) -> fx.GraphModule:
-    """(logits, labels, *constants) -> the loss of each row, in the dtype of the logits."""
+    """Build (logits, labels, *constants) -> the loss of each row, in the dtype of the logits."""
     return _losses_of(head, [node for node in head.steps if kind_of(node) not in CASTS], keeps_dtype=True)
 
 
@@ -158,7 +158,7 @@ def _repeated(
     constants: Mapping[fx.Node, fx.Node],
     without: Sequence[str] = (),
 ) -> fx.Node:
-    """`steps`, one after the other, in `graph`, from `value` on; without some of their keywords."""
+    """Repeat `steps` in `graph`, starting at `value`, without some of their keywords."""
     for node in steps:
         copies = {**constants, chain_of(node): value}
         kwargs = {name: given for name, given in node.kwargs.items() if name not in without}
@@ -168,7 +168,7 @@ def _repeated(
 
 
 def _scaled(head: Head) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """(loss, *numbers) -> the scaled loss, and which nodes the numbers are."""
+    """Build (loss, *numbers) -> the scaled loss; return it with the nodes of the numbers."""
     graph, numbers = fx.Graph(), []
     value, last = graph.placeholder("loss"), head.loss
     copies: dict[fx.Node, fx.Node] = {}

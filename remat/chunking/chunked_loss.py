@@ -35,7 +35,7 @@ from remat.errors import CaptureError, RematError
 
 ALIGNED_ROWS = 64  # of a tile of a product
 FEWEST_ROWS = 128  # of a slice: a product of a few takes another kernel, which rounds otherwise
-PIECE = 1 << 25  # logits of a piece at most: products want many rows, what lies between takes 16 bytes for each
+PIECE = 1 << 25  # maximum logits of a piece: products want many rows, the nodes between take 16 bytes for each
 PIECES = 8  # of a slice at least
 _IGNORED = -100
 
@@ -52,11 +52,11 @@ def _anew(what: Hashable) -> contextlib.AbstractContextManager[bool]:
 class Watch:
     """Hooks that a validation or a recording puts around the heads of a model.
 
-    unseen   what they run under, forward and backward: their kernels are others than the eager baseline's
-    known    what a part of a forward runs under, of which another one with an equal argument does the same, on tensors
-             of the same shapes; gives whether it need not be run for that
-    behind_slice  called in forward behind every slice but the last, with how many there were
-    on_sums  called in forward with a head, what it was given and the sums that it made
+    unseen   context of forward and backward: their kernels differ from the eager baseline's
+    known    context of a part of a forward; equal arguments mean the same work on tensors of the same shapes; yields
+             whether it need not run for that reason
+    behind_slice  called in forward behind every slice but the last, with the number of slices so far
+    on_sums  called in forward with a head, its inputs and its sums
     on_backward  called with a head and the gradient of its loss
     """
 
@@ -69,10 +69,10 @@ class Watch:
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """Inputs of a head: rows (N, width), weight (classes, width), bias (classes,), labels (N,).
+    """The inputs of a head: rows (N, width), weight (classes, width), bias (classes,), labels (N,).
 
     constants  of the logits, each one number or (classes,)
-    numbers    by which the losses of rows are multiplied
+    numbers    factors of the losses of rows
     """
 
     rows: Tensor
@@ -85,7 +85,7 @@ class Given:
 
 @dataclasses.dataclass
 class Sums:
-    """Gradients of the weight and the bias, summed over slices; None where none is asked for."""
+    """Gradients of the weight and the bias, summed over slices; None if not needed."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -95,14 +95,14 @@ class Sums:
 class ChunkedLoss:
     """The module that a chunked head runs.
 
-    opened       logits -> what `row_losses` takes: another dtype, or themselves
+    opened       logits -> the input of `row_losses`: another dtype, or unchanged
     row_losses   (opened logits, labels, *constants) of some rows -> the loss of each
     precise      the same of logits that are not opened, and without casts
-    scaled       (loss, *numbers) -> what the graph makes of the loss
-    slices       into how many the rows are cut at most        ignored    the label that is left out
-    reduction    of the rows' losses: "mean", "sum", or "none" where `scaled` reduces them
-    constants    how many there are
-    cast         of what a product takes; a target's kernels put in another
+    scaled       (loss, *numbers) -> the graph's own function of the loss
+    slices       maximum number of slices                     ignored    the label that is left out
+    reduction    of the rows' losses: "mean", "sum", or "none" if `scaled` reduces them
+    constants    number of constants
+    cast         of a product's inputs; a target's kernels replace it
     """
 
     opened: fx.GraphModule
@@ -118,7 +118,7 @@ class ChunkedLoss:
     has_told: bool = False
 
     def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any) -> Tensor:
-        """The loss of `rows` (..., width), of which `weight` (classes, width) and `bias` (classes,) make logits.
+        """Return the loss of `rows` (..., width); weight (classes, width) and bias (classes,) make the logits.
 
         others  the constants, then the numbers
         """
@@ -147,7 +147,7 @@ class ChunkedLoss:
         return dataclasses.replace(self, slices=1, watch=Watch())
 
     def in_float64(self) -> ChunkedLoss:
-        """The same in float64 and in other slices, for rows, weights and bias that are."""
+        """Return the same head in float64 and in other slices, for float64 rows, weights and biases."""
         return dataclasses.replace(
             self,
             opened=fx.symbolic_trace(as_given),
@@ -158,9 +158,9 @@ class ChunkedLoss:
         )
 
     def run(self, given: Given, wanted: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor | None, Sums]:
-        """(loss of every row; gradient of the rows; sums), gradients where `wanted`: of the rows, the weight, the bias.
+        """Return (loss of every row; gradient of the rows; sums), gradients if `wanted`: rows, weight, bias.
 
-        Without gradients of its own: call it where autograd is off.
+        It has no gradients of its own: call it with autograd off.
         """
         for_rows, for_weight, for_bias = wanted
         rows, labels = given.rows, given.labels
@@ -201,11 +201,11 @@ class ChunkedLoss:
         return losses, of_rows, Sums(of_weight.total, of_bias.total)
 
     def _part(self, what: str, rows: slice) -> contextlib.AbstractContextManager[bool]:
-        """A slice or a piece; the first of all makes what the others add to, and is like none of them."""
+        """Return the context of a slice or a piece; the first one, which allocates the sums, equals no other."""
         return self.watch.known((what, rows.stop - rows.start)) if rows.start else _anew(what)
 
     def reduced(self, row_losses: Tensor, labels: Tensor, numbers: tuple[Any, ...]) -> Tensor:
-        """One loss of those of all rows. (Rule 1)"""
+        """Reduce the losses of all rows to one loss. (Rule 1)"""
         loss = row_losses
         if self.reduction != "none":
             kept = torch.where(labels == self.ignored, _IGNORED, 0)
@@ -222,14 +222,14 @@ class ChunkedLoss:
 
 
 def slices_of(rows: int, slices: int) -> Iterator[slice]:
-    """So many rows in so many slices, or fewer of `FEWEST_ROWS`."""
+    """Cut `rows` rows into at most `slices` slices of at least `FEWEST_ROWS`."""
     return cuts(0, rows, max(-(-rows // slices), FEWEST_ROWS))
 
 
 def cuts(first: int, end: int, most: int) -> Iterator[slice]:
-    """Rows [first, end) in slices of about `most`, nearly equal: a product of few rows takes another kernel.
+    """Cut rows [first, end) into nearly equal slices of about `most`: products of few rows take another kernel.
 
-    Where slices are long, they begin at multiples of `ALIGNED_ROWS`.
+    Long slices begin at multiples of `ALIGNED_ROWS`.
     """
     parts = max(-(-(end - first) // max(most, 1)), 1)
     unit = ALIGNED_ROWS if end - first >= 8 * ALIGNED_ROWS * parts else 1
@@ -238,7 +238,7 @@ def cuts(first: int, end: int, most: int) -> Iterator[slice]:
 
 
 class _GradientsInForward(Function):
-    """Keeps for backward the gradients of the rows, the weight and the bias; None for what needs none."""
+    """Keeps for backward the gradients of the rows, the weight and the bias; None for those not needed."""
 
     @staticmethod
     def forward(

@@ -51,12 +51,12 @@ class ChunkedRows:
     """The module that a chunked run of nodes runs.
 
     body     (rows (N, width), *beside) -> the result (N, other width), every row by itself
-    again    the same for backward: products whose values no derivative asks for are not computed
+    again    the same for backward: products whose values no derivative needs are not computed
     precise  the same as `body`, without casts
-    weights  which of `beside` products take
-    residual whether what it is given is added to what is made of it, last
-    slices   into how many the rows are cut at most
-    cast     of what a product takes; a target's kernels put in another
+    weights  indices of `beside` that products take
+    residual whether the input is added to the result, last
+    slices   maximum number of slices
+    cast     of a product's inputs; a target's kernels replace it
     """
 
     body: fx.GraphModule
@@ -69,7 +69,7 @@ class ChunkedRows:
     watch: RowsWatch = dataclasses.field(default_factory=RowsWatch)
 
     def __call__(self, rows: Tensor, *beside: Any) -> Tensor:
-        """The result (..., other width) of `rows` (..., width)."""
+        """Return the result (..., other width) of `rows` (..., width)."""
         held = _Held.apply(rows, *beside)  # Rule 4
         result: Tensor = _Sliced.apply(self, held, rows, *beside)
         return result
@@ -84,10 +84,10 @@ class ChunkedRows:
         under: Under = contextlib.nullcontext,
         precise: bool = False,
     ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-        """(result, gradient of the rows, those of what is beside them) as autograd makes them of all rows at once.
+        """Return (result, gradient of the rows, those of `beside`) as autograd computes them for all rows at once.
 
-        under    what forward runs under: autocast
-        precise  in float64, for arguments that are, without casts
+        under    context of forward: autocast
+        precise  in float64, for float64 arguments, without casts
         """
         with under(), torch.enable_grad(), saved_tensors_hooks(as_given, as_given):
             prepared = list(beside) if precise else self._prepared(beside)
@@ -100,13 +100,13 @@ class ChunkedRows:
         return made.detach(), found[0], found[1:]
 
     def forward(self, rows: Tensor, beside: Sequence[Any]) -> Tensor:
-        """The result, without gradients of its own: call it where autograd is off."""
+        """Return the result, without gradients of its own: call it with autograd off."""
         flat, prepared = rows.flatten(0, -2), self._prepared(beside)
         result: Tensor | None = None
         for cut in row_slices(flat.shape[0], self.slices):
             made = self.body(flat[cut], *prepared)
             if result is None:
-                result = made.new_empty(*rows.shape[:-1], made.shape[-1])  # no view: somebody may write to it
+                result = made.new_empty(*rows.shape[:-1], made.shape[-1])  # no view: the caller may write to it
             result.view(-1, made.shape[-1])[cut] = made
             del made
         assert result is not None
@@ -121,9 +121,9 @@ class ChunkedRows:
         *,
         under: Under = contextlib.nullcontext,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """(gradient of the rows, sums of what is beside them) where `wanted`: of the rows, and each of the others.
+        """Return (gradient of the rows, sums for `beside`) if `wanted`: for the rows, and for each of `beside`.
 
-        under  what forward ran under: autocast. Derivatives are made under what backward runs under
+        under  context in which forward ran: autocast. Derivatives are computed in the context of backward
         """
         flat, given = rows.detach().flatten(0, -2), gradient.flatten(0, -2)
         with under():
@@ -157,7 +157,7 @@ class ChunkedRows:
 
 
 class _Held(Function):
-    """Keeps what it is given for backward, and gives nothing."""
+    """Keeps its inputs for backward, and returns an empty result."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *beside: Any) -> Tensor:
@@ -201,7 +201,7 @@ class _Sliced(Function):
 
 
 class UnmadeProduct(Function):
-    """A product of rows and a weight (out, in), of which only the derivative is wanted."""
+    """A product of rows and a weight (out, in), of which only the derivative is needed."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -220,13 +220,13 @@ class UnmadeProduct(Function):
 
 
 def unmade_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` without its value."""
+    """Return `F.linear` without its value."""
     made: Tensor = UnmadeProduct.apply(rows, weight, bias)
     return made
 
 
 def unmade_addmm(bias: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-    """`torch.addmm` of a bias, without its value."""
+    """Return `torch.addmm` of a bias, without its value."""
     made: Tensor = UnmadeProduct.apply(rows, weight.t(), bias)
     return made
 
@@ -248,7 +248,7 @@ def _or_zeros(found: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _added(total: Tensor | None, part: Tensor, known: set[int]) -> Tensor:
-    """A sum, in float32 or better, in a storage that is not among the `known` ones and is from now on. (Rule 2)
+    """Add in float32 or better, in a storage that is not `known` yet and is from now on. (Rule 2)
 
     Autograd gives one tensor as the gradient of two values that are added to each other.
     """
@@ -262,10 +262,9 @@ def _added(total: Tensor | None, part: Tensor, known: set[int]) -> Tensor:
 
 
 def row_slices(rows: int, slices: int) -> Iterator[slice]:
-    """So many rows in so many slices, or fewer: they begin at multiples of `ALIGNED_ROWS`.
+    """Cut `rows` rows into at most `slices` slices that begin at multiples of `ALIGNED_ROWS`.
 
-    Where a slice ended in between, the last numbers of it would go to another kernel than in the eager baseline, on a
-    CPU.
+    If a slice ended in between, its last numbers would go to another kernel than in the eager baseline, on a CPU.
     """
     most = max(-(-rows // slices), FEWEST_ROWS)
     step = -(-most // ALIGNED_ROWS) * ALIGNED_ROWS

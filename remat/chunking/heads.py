@@ -53,8 +53,8 @@ _IGNORED = -100  # by default
 class Head:
     """The nodes of one head, in the graph's order.
 
-    linear     makes the logits                       between   what lies between them and the loss
-    loss       of the rows                            scalings  what reduces it, and multiplies it by numbers
+    linear     makes the logits                       between   nodes between the logits and the loss
+    loss       of the rows                            scalings  nodes that reduce it, and multiply it by numbers
     constants  the tensors that `between` takes beside the logits
     """
 
@@ -70,7 +70,7 @@ class Head:
 
     @property
     def takes_contiguous_rows(self) -> bool:
-        """Otherwise the untouched linear takes another kernel than its rows do. Of open sizes it must not be asked."""
+        """Whether the linear's input is contiguous, without which it takes another kernel; not for open sizes."""
         given, *_ = linear_arguments(self.linear)
         return bool(given.meta["example_value"].is_contiguous())
 
@@ -87,7 +87,7 @@ class Head:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(rows, classes, width); of open sizes what they were traced with."""
+        """(rows, classes, width); for open sizes, those of the trace."""
         *rows, classes = map(size_hint, self.linear.meta["example_value"].shape)
         given, *_ = linear_arguments(self.linear)
         return math.prod(rows), classes, size_hint(given.meta["example_value"].shape[-1])
@@ -100,13 +100,13 @@ class Head:
 
 
 def size_hint(size: Any) -> int:
-    """A size as a number; of an open one what it was traced with."""
+    """Return a size as a number; for an open size, that of the trace."""
     return size if isinstance(size, int) else int(size.node.hint or 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class WholeLoss:
-    """A loss that is left whole: its node, why, and what its logits take as it reads them."""
+    """A loss that is left whole: its node, the reason, and the bytes of its logits as it reads them."""
 
     loss: fx.Node
     why: str
@@ -114,16 +114,16 @@ class WholeLoss:
 
 
 class _NoRule(Exception):
-    """Why a loss is none of a head."""
+    """The reason why a loss belongs to no head."""
 
 
 def find_heads(graph_module: fx.GraphModule) -> list[Head]:
-    """The heads of a captured graph, in order."""
+    """Find the heads of a captured graph, in order."""
     return [found for found in _heads_and_whole_losses(graph_module) if isinstance(found, Head)]
 
 
 def whole_losses(graph_module: fx.GraphModule) -> list[WholeLoss]:
-    """The losses of a captured graph that are left whole, in order."""
+    """Find the losses of a captured graph that are left whole, in order."""
     return [found for found in _heads_and_whole_losses(graph_module) if isinstance(found, WholeLoss)]
 
 
@@ -140,13 +140,13 @@ def _heads_and_whole_losses(graph_module: fx.GraphModule) -> Iterator[Head | Who
 
 
 def loss_arguments(loss: fx.Node) -> dict[str, Any]:
-    """The arguments of a loss, by name, with their defaults."""
+    """Return the arguments of a loss, by name, with their defaults."""
     given = {**dict(zip(_LOSS, loss.args, strict=False)), **loss.kwargs}
     return {"weight": None, "ignore_index": _IGNORED, "reduction": "mean", "label_smoothing": 0.0, **given}
 
 
 def linear_arguments(linear: fx.Node) -> tuple[Any, Any, Any]:
-    """(input, weight, bias) of a `linear`, or of a `matmul` with a transposed weight."""
+    """Return (input, weight, bias) of a `linear`, or of a `matmul` with a transposed weight."""
     if called(linear) == "matmul":
         given, transposed = linear.args
         return given, transposed.args[0] if isinstance(transposed, fx.Node) else None, None
@@ -155,7 +155,7 @@ def linear_arguments(linear: fx.Node) -> tuple[Any, Any, Any]:
 
 
 def chain_of(node: fx.Node) -> fx.Node:
-    """The logits that a node between a linear and a loss takes: its only argument that needs a gradient."""
+    """Return the logits that a node between linear and loss takes: its only argument with a gradient."""
     found = [each for each in node.all_input_nodes if _needs_gradient(each)]
     if not found:
         raise _NoRule("a linear layer with a gradient does not make its logits")
@@ -170,7 +170,7 @@ def _needs_gradient(node: fx.Node) -> bool:
 
 
 def _arguments_of(node: fx.Node) -> list[str]:
-    """Spell the arguments of a node beside the logits, for its text."""
+    """Describe the arguments of a node beside the logits, for its text."""
     chain, found = chain_of(node), []
     for each in node.args if node.args[0] is not chain else node.args[1:]:
         value = _tensor(each)
@@ -179,7 +179,7 @@ def _arguments_of(node: fx.Node) -> list[str]:
 
 
 def _head_of(loss: fx.Node) -> Head:
-    """The head that ends in `loss`. Raises _NoRule."""
+    """Return the head that ends in `loss`. Raises _NoRule."""
     _require_rule(loss)
     between: list[fx.Node] = []
     constants: dict[fx.Node, None] = {}
@@ -206,13 +206,13 @@ def _head_of(loss: fx.Node) -> Head:
 
 
 def _is_only_added_to(result: fx.Node) -> bool:
-    """Rule 4: whether the gradient of a loss is that of what the graph gives out."""
+    """Return whether a loss has the same gradient as the graph's output. (Rule 4)"""
     sums = (user for user in result.users if user.op != "output")
     return all(called(node) in ("add", "iadd") and not node.kwargs and _is_only_added_to(node) for node in sums)
 
 
 def _require_undisturbed(head: Head) -> None:
-    """Rule 5."""
+    """Raise _NoRule if Rule 5 does not hold."""
     kinds = [kind_of(node) for node in head.between]
     flat = next((i for i, kind in enumerate(kinds) if kind in FLATTENINGS), len(kinds))
     if "getitem" in kinds[flat:]:
@@ -234,7 +234,7 @@ def kind_of(node: fx.Node) -> str:
 
 
 def _require_rule(loss: fx.Node) -> None:
-    """Rule 1."""
+    """Raise _NoRule if Rule 1 does not hold."""
     given = loss_arguments(loss)
     logits, labels = _tensor(given.get("input")), _tensor(given.get("target"))
     if logits is None or labels is None or labels.dtype != torch.int64 or labels.dim() == logits.dim():
@@ -251,7 +251,7 @@ def _require_rule(loss: fx.Node) -> None:
 
 
 def _makes_logits(node: Any) -> bool:
-    """Whether `node` is a product of an activation and a weight as the graph is given it. Raises _NoRule."""
+    """Return whether `node` multiplies an activation by an input weight of the graph. Raises _NoRule."""
     if called(node) not in ("linear", "matmul"):
         return False
     rows, *weights = linear_arguments(node)
@@ -267,7 +267,7 @@ def _makes_logits(node: Any) -> bool:
 
 
 def _is_transpose(node: Any) -> bool:
-    """Whether a node is a matrix with its two dimensions exchanged."""
+    """Return whether a node is a matrix with its two dimensions exchanged."""
     if not isinstance(node, fx.Node) or kind_of(node) not in TRANSPOSES:
         return False
     made, given = _tensor(node), _tensor(node.args[:1])
@@ -277,7 +277,7 @@ def _is_transpose(node: Any) -> bool:
 
 
 def _require_by_row(node: fx.Node, chain: fx.Node) -> None:
-    """Rule 2."""
+    """Raise _NoRule if Rule 2 does not hold."""
     name, made, given = kind_of(node), _tensor(node), _tensor(chain)
     unknown = _NoRule(f"`{node}` ({name}) between the logits and the loss has no rule")
     if made is None or given is None or made.shape[-1] != given.shape[-1]:
@@ -309,7 +309,7 @@ def _require_constant(node: fx.Node, constant: fx.Node, classes: Any) -> None:
 
 
 def selects_rows(node: fx.Node) -> bool:
-    """Whether an indexing takes slices of all dimensions but the last, and of that everything."""
+    """Return whether an indexing takes slices of all dimensions but the last, and the last one whole."""
     index: Any = node.args[1]
     given = _tensor(node.args[:1])
     index = index if isinstance(index, tuple) else (index,)
@@ -322,13 +322,13 @@ def selects_rows(node: fx.Node) -> bool:
 
 
 def _require_reader(node: fx.Node, user: fx.Node) -> None:
-    """Rule 3."""
+    """Raise _NoRule if Rule 3 does not hold."""
     if other := next((other for other in node.users if other is not user and other.op != "output"), None):
         raise _NoRule(f"`{other}` reads the logits too (`{node}`)")
 
 
 def _scalings_after(loss: fx.Node) -> Iterator[fx.Node]:
-    """Rule 4."""
+    """Yield the scalings that follow a loss, by Rule 4."""
     node = loss
     while len(node.users) == 1:
         (user,) = node.users
@@ -349,7 +349,7 @@ def _is_scaling_of(node: fx.Node, loss: fx.Node) -> bool:
 
 
 def _is_number(argument: Any, dims: int) -> bool:
-    """Whether `argument` needs no gradient, and has no more than so many dimensions."""
+    """Return whether `argument` needs no gradient, and has at most `dims` dimensions."""
     if isinstance(argument, (int, float)):
         return True
     found = _tensor(argument)
@@ -357,7 +357,7 @@ def _is_number(argument: Any, dims: int) -> bool:
 
 
 def _is_linear_of(node: fx.Node, losses: fx.Node) -> bool:
-    """Whether `node` reduces or reshapes the losses of rows. (Rule 1)"""
+    """Return whether `node` reduces or reshapes the losses of rows. (Rule 1)"""
     value = _tensor(losses)
     return (
         value is not None
@@ -369,7 +369,7 @@ def _is_linear_of(node: fx.Node, losses: fx.Node) -> bool:
 
 
 def _tensor(node: Any) -> torch.Tensor | None:
-    """The example value of a node, or of the only one in a tuple, if that is a tensor."""
+    """Return the example value of a node, or of the only one in a tuple, if that is a tensor."""
     if isinstance(node, tuple):
         node = node[0] if node else None
     found = node.meta.get("example_value") if isinstance(node, fx.Node) else None

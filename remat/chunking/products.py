@@ -18,7 +18,7 @@ MOST_OPERATIONS = {"cpu": 2e11, "cuda": 2e14}  # a few seconds; larger products 
 
 
 def round_alike(shape: tuple[int, int, int], slices: int, dtype: torch.dtype, device: torch.device) -> bool | None:
-    """Whether logits and gradients of rows are bitwise the same in slices; None where that is too much to try.
+    """Return whether slices leave logits and gradients of rows bitwise equal; None if too large to try.
 
     shape  (rows, classes, width) of a head
     """
@@ -41,9 +41,9 @@ def round_alike(shape: tuple[int, int, int], slices: int, dtype: torch.dtype, de
 
 
 def rows_round_alike(run: RowRun, slices: int, device: torch.device, autocast: torch.dtype | None) -> bool | None:
-    """Whether a run's result and its gradient of the rows are bitwise the same in slices; None as `round_alike`.
+    """Return whether slices leave a run's result and its rows' gradient bitwise equal; None as in `round_alike`.
 
-    Some kernels of a CPU compute the last few numbers that they are given in another way.
+    Some kernels of a CPU compute the last few of their numbers in another way.
     """
     if run.operations > MOST_OPERATIONS[device.type]:
         return None

@@ -52,8 +52,8 @@ SPLITS = frozenset({"chunk", "split"})
 class RowRun:
     """Consecutive nodes that act by row.
 
-    nodes   in the graph's order; the last one makes the result        given  the value with rows that they take
-    beside  what else they take of the graph: weights and biases, each once
+    nodes   in the graph's order; the last one makes the result        given  the input value with rows
+    beside  its other inputs: weights and biases, each once
     """
 
     nodes: tuple[fx.Node, ...]
@@ -70,12 +70,12 @@ class RowRun:
 
     @property
     def rows(self) -> int:
-        """How many rows it takes; of open sizes what they were traced with."""
+        """The number of rows; for open sizes, that of the trace."""
         return _rows_of(self.given)
 
     @property
     def widest(self) -> int:
-        """Numbers in a row where it is widest."""
+        """Numbers in a row at its widest."""
         return max(map(_width, self.nodes))
 
     @property
@@ -96,7 +96,7 @@ class RowRun:
 
     @property
     def unmade(self) -> set[fx.Node]:
-        """Products whose values no derivative asks for: they need not be made again for backward."""
+        """Products whose values no derivative needs: backward does not compute them again."""
         asked: set[fx.Node] = set()
         inside = set(self.nodes)
         for node in reversed(self.nodes):
@@ -107,7 +107,7 @@ class RowRun:
 
 
 def find_row_runs(graph_module: fx.GraphModule) -> list[RowRun]:
-    """The runs of a captured graph, in order; no two share a node."""
+    """Find the runs of a captured graph, in order; no two share a node."""
     found, nodes = [], captured_nodes(graph_module)
     place = {node: i for i, node in enumerate(nodes)}
     for stretch in _stretches(nodes):
@@ -125,12 +125,12 @@ def find_row_runs(graph_module: fx.GraphModule) -> list[RowRun]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether `node` leaves rows, their width and their order as they are: a view, or a dropout that is off."""
+    """Return whether `node` changes neither rows nor their width and order: a view, or a dropout that is off."""
     return kind_of(node) in FLATTENINGS or "dropout" in kind_of(node)
 
 
 def product_weights(node: fx.Node) -> tuple[Any, Any]:
-    """(weight, bias) of a product."""
+    """Return (weight, bias) of a product."""
     if kind_of(node) == "addmm":
         bias, _, weight = node.args
         return weight, bias
@@ -139,7 +139,7 @@ def product_weights(node: fx.Node) -> tuple[Any, Any]:
 
 
 def _stretches(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Longest runs of nodes that all act by row, on as many rows."""
+    """Yield longest runs of nodes that all act by row, on equally many rows."""
     stretch: list[fx.Node] = []
     rows: Any = None
     for node in nodes:
@@ -156,7 +156,7 @@ def _stretches(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
 
 
 def _next_run(stretch: Sequence[fx.Node], begin: int, place: Mapping[fx.Node, int]) -> RowRun | None:
-    """The first run of `stretch` from its node `begin` on. (Rules 2 to 6)"""
+    """Find the first run of `stretch` from its node `begin` on. (Rules 2 to 6)"""
     for first in range(begin, len(stretch)):
         if kind_of(stretch[first]) not in PRODUCTS or (hull := _wide(stretch, first)) is None:
             continue
@@ -171,7 +171,7 @@ def _next_run(stretch: Sequence[fx.Node], begin: int, place: Mapping[fx.Node, in
 
 
 def _shortest(stretch: Sequence[fx.Node], begin: int, end: int, place: Mapping[fx.Node, int]) -> RowRun | None:
-    """The run from `begin` past `end` that is soonest over, and what may follow without being made again."""
+    """Return the shortest run from `begin` past `end`, with following nodes that backward need not compute again."""
     found: RowRun | None = None
     while end <= len(stretch) and (found is None or _is_value_free(stretch[end - 1])):
         if found is None or not _renames(stretch[end - 1]):
@@ -181,7 +181,7 @@ def _shortest(stretch: Sequence[fx.Node], begin: int, end: int, place: Mapping[f
 
 
 def _wide(stretch: Sequence[fx.Node], first: int) -> int | None:
-    """Behind the last reader of what a widening product `first` makes wide; None where it does not."""
+    """Return the end of the readers of the wide values of product `first`; None if it does not widen."""
     width = _width(_rows_argument(stretch[first]))
     if _width(stretch[first]) <= width:
         return None
@@ -192,14 +192,14 @@ def _wide(stretch: Sequence[fx.Node], first: int) -> int | None:
         if _width(node) > width:
             readers = [user for user in node.users if user.op != "output"]
             if any(user not in where for user in readers) or len(readers) < len(node.users):
-                return None  # what is wide leaves the stretch
+                return None  # a wide value leaves the stretch
             end = max([end, *(where[user] + 1 for user in readers)])
         i += 1
     return end
 
 
 def _run(nodes: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> RowRun | None:
-    """`nodes` as a run, if they are one. (Rules 2, 3, 5 and 6)"""
+    """Make a run of `nodes`, if they are one. (Rules 2, 3, 5 and 6)"""
     inside = set(nodes)
     taken = dict.fromkeys(source for node in nodes for source in _sources(node) if source not in inside)
     products = [node for node in nodes if kind_of(node) in PRODUCTS]
@@ -222,13 +222,13 @@ def _run(nodes: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> RowRun | Non
 
 
 def _is_beside(source: fx.Node, weights: set[fx.Node]) -> bool:
-    """Whether what a run takes has no rows: a weight of a product, or one number a column, given to the graph."""
+    """Return whether an input has no rows: a product's weight, or one number per column, input to the graph."""
     value = _tensor(source)
     return value is not None and _is_given(source) and (source in weights or value.dim() <= 1)
 
 
 def _is_given(source: Any) -> bool:
-    """Whether a value enters the graph without a history that needs its gradient."""
+    """Return whether a value enters the graph without a history that needs its gradient."""
     value = _tensor(source)
     if value is None or source.op not in ("placeholder", "get_attr"):
         return False
@@ -236,7 +236,7 @@ def _is_given(source: Any) -> bool:
 
 
 def _is_read_later(given: fx.Node, inside: set[fx.Node], place: Mapping[fx.Node, int]) -> bool:
-    """Whether the value of `given`, or what may be that itself, is read after what is inside."""
+    """Return whether the value of `given`, or a possible alias of it, is read after the nodes inside."""
     first = min(place[node] for node in inside)
     while given.args and isinstance(given.args[0], fx.Node) and _gives_on(given, given.args[0]):
         given = given.args[0]
@@ -261,25 +261,25 @@ def _readings(node: fx.Node, inside: set[fx.Node]) -> int:
 
 
 def _gives_on(user: fx.Node, node: fx.Node) -> bool:
-    """Whether the value of `user` may be that of `node` itself: a cast to its own dtype, a dropout that is off."""
+    """Return whether `user` may return `node` itself: a cast to its own dtype, a dropout that is off."""
     given, found = _tensor(node), _tensor(user)
     may = kind_of(user) in CASTS | COPIES or "dropout" in kind_of(user)
     return may and given is not None and found is not None and found.dtype == given.dtype
 
 
 def _reads_otherwise(node: fx.Node, weights: set[fx.Node]) -> bool:
-    """Whether `node` takes a product's weight or bias as anything else. (Rule 6)"""
+    """Return whether `node` takes a product's weight or bias as anything else. (Rule 6)"""
     if kind_of(node) in PRODUCTS:
         return _rows_argument(node) in weights
     return not weights.isdisjoint(node.all_input_nodes)
 
 
 def _is_written_to(run: RowRun, first: int, writers: Sequence[tuple[int, set[int]]], given_out: set[int]) -> bool:
-    """Whether what the run keeps may be another by the time of its backward. (Rule 2)
+    """Return whether tensors that the run keeps may change before its backward. (Rule 2)
 
     first      the place of its first node
-    writers    (place, storages that it takes) of every node that may write
-    given_out  storages that the graph gives out
+    writers    (place, input storages) of every node that may write
+    given_out  storages that the graph returns
     """
     rows, beside = _storages(run.given), {key for node in run.beside for key in _storages(node)}
     later = (taken for place, taken in writers if place >= first)
@@ -287,7 +287,7 @@ def _is_written_to(run: RowRun, first: int, writers: Sequence[tuple[int, set[int
 
 
 def _may_write(node: fx.Node) -> bool:
-    """Whether a node may write to one of its inputs in any way."""
+    """Return whether a node may write to one of its inputs in any way."""
     if writes(node) or node.kwargs.get("out") is not None or kind_of(node).endswith("_"):
         return True
     schema = getattr(node.target, "_schema", None)
@@ -300,7 +300,7 @@ def _storages(node: Any) -> set[int]:
 
 
 def _leading(value: torch.Tensor) -> list[str]:
-    """All sizes but the last, open ones by their names."""
+    """Return all sizes but the last, open ones by their names."""
     return list(map(str, value.shape[:-1]))
 
 
@@ -320,7 +320,7 @@ def _sources(node: fx.Node) -> list[fx.Node]:
 
 
 def _acts_by_row(node: fx.Node) -> bool:
-    """Rule 1."""
+    """Return whether a node acts on every row by itself. (Rule 1)"""
     kind, value = kind_of(node), _first_tensor(node)
     if value is None or not value.is_floating_point() or bracket_of(node) or writes(node) or may_draw(node):
         return False
@@ -353,7 +353,7 @@ def _acts_by_row(node: fx.Node) -> bool:
 
 
 def _has_no_rows_or_all(source: fx.Node) -> bool:
-    """Whether an input of a node is one number for each column, or made by the graph.
+    """Return whether an input of a node is one number for each column, or made by the graph.
 
     An embedding of positions is neither: it may have as many rows as a small batch has.
     """
@@ -377,7 +377,7 @@ def _rows_argument(product: fx.Node) -> Any:
 
 
 def _takes_part(node: fx.Node) -> bool:
-    """Whether an indexing takes one of several parts, or a slice of the last dimension."""
+    """Return whether an indexing takes one of several parts, or a slice of the last dimension."""
     given, index = node.args
     if isinstance(given, fx.Node) and kind_of(given) in SPLITS:
         return isinstance(index, int)
@@ -387,12 +387,12 @@ def _takes_part(node: fx.Node) -> bool:
 
 
 def _renames(node: fx.Node) -> bool:
-    """Whether a node gives the numbers that it is given, in another shape or dtype: it belongs to what comes after."""
+    """Return whether a node returns its input's numbers, in another shape or dtype: it belongs to what follows."""
     return is_view(node) or kind_of(node) in CASTS | COPIES
 
 
 def _is_value_free(node: fx.Node) -> bool:
-    """Whether the derivative of a node asks for no value that it takes."""
+    """Return whether the derivative of a node needs no value of its inputs."""
     kind = kind_of(node)
     if kind in ("mul", "truediv", "div"):  # by a number; a number divided by a value is another matter
         numbers = [not isinstance(each, fx.Node) for each in node.args]
@@ -416,7 +416,7 @@ def _width(node: Any) -> int:
 
 
 def _first_tensor(node: Any) -> torch.Tensor | None:
-    """The example value of a node, the first of several."""
+    """Return the example value of a node, the first of several."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     if isinstance(value, (tuple, list)) and value:
         value = value[0]

@@ -17,7 +17,7 @@ class LogitsWithheld(RematError, AttributeError):
 
 
 class WithheldLogits:
-    """Stand in for the logits of a chunked head. Reading it raises `LogitsWithheld`."""
+    """Stands in for the logits of a chunked head. Reading it raises `LogitsWithheld`."""
 
     def __init__(self, slices: int):
         self.slices = slices
@@ -33,7 +33,7 @@ class WithheldLogits:
         next(value for value in tree_leaves((args, kwargs)) if isinstance(value, cls))._refuse()
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # what copying, pickling and type checks look for
+        if name.startswith("__"):  # names that copying, pickling and type checks look up
             raise AttributeError(name)
         self._refuse()
 

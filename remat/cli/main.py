@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: Exception, as_json: bool) -> int:
-    """Say what went wrong, once for a person and with `--json` once for a script; returns the exit code."""
+    """Report an error once for a person and with `--json` once for a script; return the exit code."""
     if os.environ.get(DEBUG):
         traceback.print_exception(error)
     exit_code, message = _explain(error)
@@ -121,7 +121,7 @@ def _explain(error: Exception) -> tuple[int, str]:
     )
 
 
-# What surrounds every command
+# Around every command
 
 
 def answering(command: Callable[..., Answer]) -> Callable[..., Answer]:

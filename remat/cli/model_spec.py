@@ -70,7 +70,7 @@ class ModelSpec:
     quantize: str | None = None
 
     def workload(self) -> Workload:
-        """The workload asked for. Raises UsageError where there is none, or it does not take an option."""
+        """Return the workload asked for. Raises UsageError if there is none, or if it does not take an option."""
         workload, path = find(self.model, self.image_size)
         if self.seq_len is not None and workload.seq_len is None:
             raise UsageError(
@@ -97,7 +97,7 @@ class ModelSpec:
         return guarded(workload, path)
 
     def _adapted(self, workload: Workload, path: Path | None) -> Workload:
-        """`workload` with 4-bit weights and adapters, as asked for."""
+        """Add 4-bit weights and adapters to `workload`, as asked for."""
         if path is not None:
             raise UsageError(
                 f"--lora and --quantize are for models by name; let the `build` of {workload.name} do the same."
@@ -122,7 +122,7 @@ class ModelSpec:
         return loop_of(made) if is_trainer(made) else TrainingLoop()
 
     def changed(self, **options: Any) -> ModelSpec:
-        """The same with those `options` that are not None."""
+        """Return the spec with those `options` that are not None."""
         return dataclasses.replace(self, **{name: value for name, value in options.items() if value is not None})
 
     def to_json(self, folder: Path) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class ModelSpec:
 
     @staticmethod
     def from_json(data: Any, folder: Path) -> ModelSpec | None:
-        """The spec in a file in `folder`; None where there is none that makes sense."""
+        """Read the spec in a file in `folder`; None if it is missing or invalid."""
         known = {field.name for field in dataclasses.fields(ModelSpec)}
         if not isinstance(data, dict) or not isinstance(data.get("model"), str) or not set(data) <= known:
             return None
@@ -140,7 +140,7 @@ class ModelSpec:
 
 
 def _moved(model: str, move: Callable[[str], Any], folder: Path = Path()) -> str:
-    """`model` with its path, if it is one, seen from elsewhere; `folder` is where a relative path starts now."""
+    """Apply `move` to `model` if it is a path; `folder` is where a relative path starts."""
     if model in models.REGISTRY:
         return model
     if match := _FILE.fullmatch(model):
@@ -149,7 +149,7 @@ def _moved(model: str, move: Callable[[str], Any], folder: Path = Path()) -> str
 
 
 def find(model: str, image_size: int | None = None) -> tuple[Workload, Path | None]:
-    """The workload that `model` names, and the file that it comes from, if it is a user's."""
+    """Return the workload that `model` names, and its file if it is a user's."""
     if model in models.REGISTRY:
         return models.build(model, image_size), None
     if image_size is not None:
@@ -201,14 +201,14 @@ def call(path: Path, function: str | None) -> Any:
 _TRAINERS: dict[Callable[[], Any], Any] = {}
 
 
-_LOADED: dict[Path, tuple[int, types.ModuleType]] = {}  # what `load` executed, with the time at which it was written
+_LOADED: dict[Path, tuple[int, types.ModuleType]] = {}  # files executed by `load`, with their modification times
 
 
 def load(path: Path) -> types.ModuleType:
-    """The Python file at `path` as a module, able to import what lies next to it, as if it were run.
+    """Load the Python file at `path` as a module, able to import its neighbours, as if it were run.
 
-    A file is executed once in a process, and again only when it was written anew: one that registers an operator
-    would fail the second time. What imports it by its name gets the same module, so its classes can be pickled.
+    A file is executed once in a process, and again only after it was written: one that registers an operator would fail
+    the second time. Importing it by its name gives the same module, so its classes can be pickled.
     """
     absolute = path.resolve()
     written = absolute.stat().st_mtime_ns
@@ -234,7 +234,7 @@ def load(path: Path) -> types.ModuleType:
 
 
 def _module_name(path: Path) -> str:
-    """The name by which `import` finds the file; one of its own where that name is another module's."""
+    """Return the name by which `import` finds the file, or an own name if that is another module's."""
     importlib.invalidate_caches()
     try:
         found = importlib.util.find_spec(path.stem)
@@ -265,7 +265,7 @@ def _a(value: Any) -> str:
 
 
 def from_folder(folder: Path) -> Workload:
-    """The language model whose `config.json` lies in `folder`."""
+    """Return the language model whose `config.json` is in `folder`."""
     if not (folder / "config.json").is_file():
         raise UsageError(f"the folder {folder} has no config.json, so it is not a Hugging Face model.")
     try:
@@ -276,7 +276,7 @@ def from_folder(folder: Path) -> Workload:
 
 
 def from_hub(model: str) -> Workload:
-    """The language model with id `model` on the Hugging Face hub, or in its cache on this machine."""
+    """Return the language model with id `model` on the Hugging Face hub, or in its cache on this machine."""
     close = difflib.get_close_matches(model, models.names())
     meant = f" (did you mean {' or '.join(close)}?)" if close else ""
     unknown = f"model {model!r} is not known: it is no ready-made model{meant}, no file.py:function, no folder"
@@ -293,7 +293,7 @@ def from_hub(model: str) -> Workload:
 
 
 def hub_answers() -> bool:
-    """Whether it is worth asking the hub: without a network its client retries for half a minute."""
+    """Return whether the hub can be reached: without a network its client retries for half a minute."""
     if urllib.request.getproxies():
         return True
     host = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname
@@ -305,9 +305,9 @@ def hub_answers() -> bool:
 
 
 def text_workload_of(name: str, config: Any) -> Workload:
-    """Training of the language model of `config`, with random weights in fp32 under bf16 autocast.
+    """Make a workload that trains the language model of `config`: random fp32 weights under bf16 autocast.
 
-    It is the causal one, unless the configuration names one for masked tokens (BERT) as its architecture.
+    The model is the causal one, unless the configuration names one for masked tokens (BERT) as its architecture.
     """
     make, loss_type = _language_model(name, config)
 
@@ -348,7 +348,7 @@ def _language_model(name: str, config: Any) -> tuple[Any, str]:
 
 
 def _library() -> Any:
-    """`transformers`, kept from writing progress and advice over our own lines."""
+    """Return `transformers`, which may not write progress and advice over our own lines."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     return transformers()
@@ -358,7 +358,7 @@ def _library() -> Any:
 
 
 def guarded(workload: Workload, path: Path | None) -> Workload:
-    """The same workload; what its functions raise becomes a UsageError that says where. `step` is the recorder's."""
+    """Turn exceptions of the workload's functions into UsageErrors that say where; the recorder guards `step`."""
 
     def guard(name: str) -> Any:
         function = getattr(workload, name)
@@ -376,7 +376,7 @@ def guarded(workload: Workload, path: Path | None) -> Workload:
 
 @contextlib.contextmanager
 def blaming(what: str, path: Path | None) -> Iterator[None]:
-    """Turn an exception into a UsageError: `what` raised it, and in which line of the file at `path`."""
+    """Turn an exception into a UsageError that says what raised it, and in which line of the file at `path`."""
     try:
         yield
     except RematError:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 DEBUG = "REMAT_DEBUG"  # set in the environment: nothing is kept off the screen
 INDENT = "  "
-MOST_HANGING = 0.7  # of the width: where a column begins later, what follows is not set below it
+MOST_HANGING = 0.7  # of the width: text is not indented to a column that begins later
 LOG_EVERY_S = 30.0
 LIBRARIES = ("torch", "transformers", "huggingface_hub")  # whose warnings are about nothing a reader can change
 
@@ -42,12 +42,12 @@ _SPELLED = {"time_s": "time-limit"}  # arguments whose option has another name
 
 
 def as_options(message: str) -> str:
-    """`message` of the library with its arguments as options: `shard="zero3"` in backticks is --shard zero3."""
+    """Turn arguments in `message` into options: `shard="zero3"` in backticks becomes --shard zero3."""
     return _ARGUMENT.sub(lambda found: f"--{_option(found[1])} {_value(found[2])}".rstrip(), message)
 
 
 def _value(text: str) -> str:
-    """A switch has none."""
+    """Return the option's value; a switch has none."""
     return "" if text == "True" else text.replace('"', "")
 
 
@@ -56,7 +56,7 @@ def _option(argument: str) -> str:
 
 
 def aligned(rows: Iterable[tuple[str, ...]], indent: str = INDENT) -> str:
-    """Rows as text, every column but the last as wide as its widest entry."""
+    """Format rows as text, every column but the last as wide as its widest entry."""
     table = list(rows)
     widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in table), strict=True)]
     return "\n".join(
@@ -66,7 +66,7 @@ def aligned(rows: Iterable[tuple[str, ...]], indent: str = INDENT) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    """A plan's promise: what it is for, what it costs, and how good it is."""
+    """Format a plan: its step, its cost, and its gap."""
     return "\n\n".join(
         [
             heading(plan.about, plan.target, plan.costs, plan.execution),
@@ -97,9 +97,9 @@ def _caveats(plan: Plan) -> Iterator[str]:
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]], names: int = 1) -> tuple[list[str], list[str]]:
-    """A table: the first `names` columns stand to the left, the numbers after them to the right.
+    """Format a table: the first `names` columns are aligned left, the numbers after them right.
 
-    (lines of the header, lines of the rows); lines of a header are separated by newlines, and it ends level.
+    Returns (lines of the header, lines of the rows); lines of a header cell are separated by newlines, aligned below.
     """
     titles = [title.split("\n") for title in header]
     height = max(map(len, titles))
@@ -128,7 +128,7 @@ def execution_notes(execution: str) -> Iterator[str]:
 
 
 def heading(about: dict[str, Any], target: str, costs: str, execution: str = "eager") -> str:
-    """The step that something is about, and what it is for."""
+    """Describe the step and the device that an output is about."""
     sizes = f"batch {about['batch_size']}"
     if about["seq_len"] is not None:
         sizes += f" x {about['seq_len']}"
@@ -140,7 +140,7 @@ def heading(about: dict[str, Any], target: str, costs: str, execution: str = "ea
 
 
 def _assumed(about: dict[str, Any]) -> str:
-    """A line for what a prediction for a target by name rests on."""
+    """Format a line with the assumptions of a prediction for a target by name."""
     if not about.get("assumes"):
         return ""
     attention = f"; attention: {' and '.join(about['attention'])}" if about["attention"] else ""
@@ -150,7 +150,7 @@ def _assumed(about: dict[str, Any]) -> str:
 
 
 def _priced_by(shares: dict[str, Any] | None) -> str:
-    """A line for how much of the step's time a table of kernels knows."""
+    """Format a line with the shares of the step's time that a table of kernels knows."""
     if shares is None:
         return ""
     signature, family, rest = (100 * shares[source] for source in ("signature", "family", "roofline"))
@@ -233,7 +233,7 @@ def _offloads(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _evaluator_row(plan: Plan) -> list[tuple[str, ...]]:
-    """A line where the model of memory is wrong about a plan that it should know."""
+    """Make a row with the evaluator's error, if it differs from the replay on an eager plan."""
     evaluated = plan.predicted.get("evaluator_peak_bytes", plan.predicted["peak_bytes"])
     if (apart := evaluated - plan.predicted["peak_bytes"]) == 0 or plan.execution != "eager":
         return []
@@ -251,7 +251,7 @@ def reserved_rows(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _without_regions(plan: Plan) -> str:
-    """Whether a plan that recomputes nothing has to be applied."""
+    """Explain whether a plan that recomputes nothing has to be applied."""
     plain_bytes = plan.without_checkpointing["peak_bytes"]
     if plan.offloads:
         return "no recomputation: the step fits with offloading"
@@ -315,7 +315,7 @@ def profile_text(found: dict[str, Any], about: dict[str, Any]) -> str:
 
 
 def breakdown_text(parts: dict[str, int]) -> str:
-    """Bytes by category, largest first; the small change below one percent of the whole in one row."""
+    """Format bytes by category, largest first; categories below one percent share one row."""
     total = sum(parts.values())
     large = {name: size for name, size in parts.items() if 100 * size >= total}
     rows = [(name, gib(size)) for name, size in sorted(large.items(), key=lambda item: -item[1])]
@@ -326,7 +326,7 @@ def breakdown_text(parts: dict[str, int]) -> str:
 
 
 def regions_text(plan: Plan) -> str:
-    """Every region: its nodes, and what it saves."""
+    """Format every region: its nodes, and the nodes that it saves."""
     lines = []
     for number, region in enumerate(plan.regions, start=1):
         lines += _region_lines(region, f"region {number}", INDENT)
@@ -334,7 +334,7 @@ def regions_text(plan: Plan) -> str:
 
 
 def offloads_text(plan: Plan) -> str:
-    """Every offload, in the order in which it comes back: what it is, and where it is let go of and fetched."""
+    """Format every offload, in the order of the fetches: its storage, release and fetch."""
     rows = [
         (
             f"offload {number}",
@@ -385,7 +385,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def put(answer: RenderableType, *, whole: bool = False) -> None:
-    """Print an answer on stdout: on a terminal in colour and as wide as that is; elsewhere, or `whole`, as it is."""
+    """Print an answer on stdout: on a terminal in colour and at its width; elsewhere, or if `whole`, unchanged."""
     console = Console(highlight=False)
     if isinstance(answer, str):
         print(fitted(answer, console.width) if console.is_terminal and not whole else answer)
@@ -395,7 +395,7 @@ def put(answer: RenderableType, *, whole: bool = False) -> None:
 
 
 def fitted(text: str, width: int) -> str:
-    """`text` with its long lines broken between words, and what follows set below where their last column begins."""
+    """Break long lines of `text` between words, and indent the rest to their last column."""
     return "\n".join(part for line in text.split("\n") for part in _broken(line, width))
 
 
@@ -416,7 +416,7 @@ def _broken(line: str, width: int) -> list[str]:
 
 
 def tell(label: str, message: str, style: str) -> None:
-    """Print a line such as `error: ...` to stderr: on a terminal with its label in colour."""
+    """Print a line such as `error: ...` to stderr, on a terminal with its label in colour."""
     console = Console(stderr=True, highlight=False)
     console.print(Text.assemble((f"{label}: ", style), message), soft_wrap=not console.is_terminal)
 
@@ -435,7 +435,7 @@ class LiveLine:
         self._task = progress.add_task("", total=None)
 
     def say(self, what: str, number: int | None = None, count: int | None = None) -> None:
-        """A stage; the `number`th of `count` alike, where there are more."""
+        """Show a stage; the `number`th of `count` similar ones, if there are several."""
         if number in (None, 1) or count is None:
             self._stage_began = self._clock()
         self._stage = what if count is None else f"{what}, {number} of {count}"
@@ -445,7 +445,7 @@ class LiveLine:
         self._log(self._stage, done, count)
 
     def measured(self, done: int, total: int) -> None:
-        """Progress of measuring."""
+        """Show the progress of measuring."""
         what = "measuring operators"
         if not self._stage.startswith(what):
             self._stage, self._stage_began = what, self._clock()
@@ -453,7 +453,7 @@ class LiveLine:
         self._log(f"{what}, {done} of {total}", done, total)
 
     def solved(self, objective_us: float, bound_us: float) -> None:
-        """Progress of a solver within a stage."""
+        """Show the progress of a solver within a stage."""
         gap = 100 * max(objective_us - bound_us, 0.0) / max(objective_us, 1.0)
         proved = f"gap {gap:.1f} %" if bound_us > 0 else "no lower bound yet"
         found = f"{self._stage}: {ms(objective_us)} of recomputation, {proved}"
@@ -470,7 +470,7 @@ class LiveLine:
 
 
 class _Rest(ProgressColumn):
-    """The estimate of what is left, where it is known how much there is."""
+    """The estimate of the time left, if the total is known."""
 
     def render(self, task: Task) -> Text:
         rest = task.time_remaining if task.total is not None and task.completed else None
@@ -478,19 +478,19 @@ class _Rest(ProgressColumn):
 
 
 class _Share(BarColumn):
-    """A bar, where it is known how much there is."""
+    """A bar, if the total is known."""
 
     def render(self, task: Task) -> ProgressBar:
         self.bar_width = 12 if task.total is not None else 0
         return super().render(task)
 
 
-quiet = False  # no progress at all: what `--quiet` asks for
+quiet = False  # `--quiet`: no progress at all
 
 
 @contextlib.contextmanager
 def live_line() -> Iterator[LiveLine]:
-    """A `LiveLine` for a while; on a terminal it leaves nothing behind."""
+    """Show a `LiveLine` for a while; on a terminal it leaves nothing behind."""
     console = Console(stderr=True)
     description = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
     columns = (SpinnerColumn(), TimeElapsedColumn(), description, _Share(), _Rest())

@@ -29,7 +29,7 @@ class Costs:
     source           "measured" or "estimated"       device   name of the device or target
     time_us          median time of one call         spread   half the interquartile range over the median
     workspace_bytes  peak of the kernel's own allocations, beyond inputs and outputs
-    about            repeats, versions, date; "table": what a table of kernels says of the step's time
+    about            repeats, versions, date; "table": shares of the step's time that a table of kernels knows
     table            that table, for other forms of the same step; not part of a file
     """
 
@@ -43,27 +43,27 @@ class Costs:
 
     @property
     def about_table(self) -> dict[str, Any]:
-        """For `Graph.about`: what a table of kernels says of the step's time, where there is one."""
+        """Entry of `Graph.about`: shares of the step's time that a table of kernels knows, if there is one."""
         return {KERNEL_TIMES: self.about["table"]} if "table" in self.about else {}
 
     def per_op_us(self, graph: Graph) -> np.ndarray:
-        """Time of every operator of `graph`, in microseconds."""
+        """Return the time of every operator of `graph`, in microseconds."""
         return np.array(self.time_us, dtype=np.float64)[graph.op_kind]
 
     def workspace_per_op(self, graph: Graph) -> np.ndarray:
-        """Workspace of every operator of `graph`, in bytes."""
+        """Return the workspace of every operator of `graph`, in bytes."""
         return np.array(self.workspace_bytes, dtype=np.int64)[graph.op_kind]
 
     def workspace_of(self, graph: Graph) -> dict[tuple[str, str], int]:
-        """Kernels' own bytes by operator and signature, for a replay."""
+        """Return the workspaces by operator and signature, for a replay."""
         return {kind.key: size for kind, size in zip(graph.kinds, self.workspace_bytes, strict=True)}
 
     def step_time_us(self, graph: Graph) -> float:
-        """Time of the step without checkpointing: its operators one after the other."""
+        """Return the time of the step without checkpointing: its operators one after the other."""
         return float(self.per_op_us(graph).sum())
 
     def update_time_us(self, graph: Graph, micro_batches: int, recompute_us: float = 0.0) -> float:
-        """Time of one optimizer step over so many micro-batches, each recomputing for `recompute_us`."""
+        """Return the time of one optimizer step over `micro_batches`, each recomputing for `recompute_us`."""
         times = self.per_op_us(graph)
         micro_batch_us, rest_us = float(times[: graph.backward_end].sum()), float(times[graph.backward_end :].sum())
         return micro_batches * (micro_batch_us + recompute_us) + rest_us
@@ -84,9 +84,9 @@ def kind_key(kind: OpKind) -> str:
 
 
 def estimated_costs(graph: Graph, target: Target, table: KernelTable | None = None) -> Costs:
-    """Costs of `graph` on a target that is not at hand: times by `roofline.py`, workspaces by `workspaces.py`.
+    """Estimate the costs of `graph` on a target that is not at hand, by `roofline.py` and `workspaces.py`.
 
-    table  kernels that were measured on the target, whose times are taken; `about` says how much of the step's they are
+    table  kernels measured on the target, whose times are used; `about` has their share of the step's time
     """
     about: dict[str, Any] = {}
     if table is None:
@@ -106,7 +106,7 @@ def estimated_costs(graph: Graph, target: Target, table: KernelTable | None = No
 
 
 def _shares(graph: Graph, priced: Sequence[tuple[float, str]]) -> dict[str, float]:
-    """Share of the time of the operators of `graph` by what priced it, between 0 and 1."""
+    """Return the shares of the step's time that each source of times priced, between 0 and 1."""
     found: Counter[str] = Counter()
     for kind in graph.op_kind:
         found[priced[kind][1]] += priced[kind][0]
@@ -114,7 +114,7 @@ def _shares(graph: Graph, priced: Sequence[tuple[float, str]]) -> dict[str, floa
 
 
 def with_library_workspaces(graph: Graph, target: Target, costs: Costs | None = None) -> Graph:
-    """`graph` on `target`, with what its libraries keep: measured for one thread, or by formula."""
+    """Add the workspaces that the target's libraries keep to `graph`: measured for one thread, or by formula."""
     if target.device != "cuda":
         return graph
     measured = costs is not None and costs.source == "measured"

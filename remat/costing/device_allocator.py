@@ -33,11 +33,11 @@ _MEMORY_EVENT = "[memory]"
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A function as the device saw it.
+    """The memory and time of a function on the device.
 
-    peak_bytes       highest level of allocated bytes above the level at the start
+    peak_bytes       peak of allocated bytes above the level at the start
     time_us          median time of one call; measured apart from memory, whose observation costs time
-    reserved_bytes   what CUDA's caching allocator held at its most, None on the CPU
+    reserved_bytes   peak of the bytes that CUDA's caching allocator held, None on the CPU
     requested_bytes  as peak_bytes, without the rounding of CUDA's allocator (to 512 bytes, and by up to 1 MiB
                      where a large allocation reuses a larger block); on the CPU nothing is rounded
     """
@@ -51,7 +51,7 @@ class Measured:
 def measure_step(
     function: Callable[[], object], device: torch.device, *, warm_up: int = 1, repeats: int = 3, collect: bool = True
 ) -> Measured:
-    """Memory of one call of `function`, then median time of `repeats` more; `warm_up` calls come first.
+    """Measure the memory of one call of `function`, then the median time of `repeats` calls, after `warm_up` calls.
 
     collect  see `measure_peak`
     """
@@ -67,10 +67,10 @@ def measure_step(
 def measure_peak(
     function: Callable[[], object], device: torch.device, *, requested: bool = False, collect: bool = True
 ) -> int:
-    """Run `function` once; the peak of allocated bytes above the level at the start.
+    """Run `function` once, and return the peak of allocated bytes above the level at the start.
 
-    requested  count what was asked for instead of what CUDA's allocator rounds it to
-    collect    cyclic garbage first, unless that was just done: freed meanwhile, it would be taken off CUDA's peak
+    requested  count requested bytes, not those that CUDA's allocator rounds them to
+    collect    collect cyclic garbage first; otherwise its release during the run would lower CUDA's peak
     """
     if collect:
         gc.collect()
@@ -79,7 +79,7 @@ def measure_peak(
 
 
 def time_once_us(function: Callable[[], object], device: torch.device) -> float:
-    """Time of one call of `function`, which on CUDA includes all the work that it queued."""
+    """Return the time of one call of `function`; on CUDA, with all the work that it queued."""
     synchronize(device)
     begin = time.perf_counter()
     function()
@@ -93,7 +93,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def _observe(function: Callable[[], object], device: torch.device) -> tuple[int, int, int | None]:
-    """(peak, peak of requested bytes, reserved bytes) of one call of `function`."""
+    """Return (peak, peak of requested bytes, reserved bytes) of one call of `function`."""
     if device.type == "cuda":
         return _observe_cuda(function, device)
     peak = max(int(allocation_curve(function).max(initial=0)), 0)
@@ -115,7 +115,7 @@ def _observe_cuda(function: Callable[[], object], device: torch.device) -> tuple
 def context_bytes(device: torch.device) -> int:
     """Return the bytes of a CUDA device outside of this process's allocator: its context, and other processes.
 
-    Makes the context where there is none.
+    Makes the context if there is none.
     """
     torch.zeros(1, device=device)
     free, total = torch.cuda.mem_get_info(device)
@@ -127,12 +127,12 @@ def _rise(before: dict[str, Any], after: dict[str, Any], name: str) -> int:
 
 
 def allocation_curve(function: Callable[[], object]) -> np.ndarray:
-    """Run `function` once on the CPU; bytes above the start after each allocation and each release."""
+    """Run `function` once on the CPU; return the bytes above the start after each allocation and release."""
     return np.cumsum(np.array([size for _, size in allocation_events(function)], dtype=np.int64))
 
 
 def allocation_events(function: Callable[[], object]) -> list[tuple[int, int]]:
-    """Run `function` once on the CPU; (time in ns, signed bytes) of each allocation and its release, in order."""
+    """Run `function` once on the CPU; return (time in ns, signed bytes) of each allocation and release, in order."""
     profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with _quiet_profiler():
         profiler.start()
@@ -159,7 +159,7 @@ def allocation_events(function: Callable[[], object]) -> list[tuple[int, int]]:
 
 
 def _events(tree: Sequence[Any]) -> Iterator[Any]:
-    """All events of a tree, each before those within it."""
+    """Yield all events of a tree, each before those within it."""
     ahead = [*reversed(tree)]
     while ahead:
         event = ahead.pop()
@@ -169,7 +169,7 @@ def _events(tree: Sequence[Any]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _quiet_profiler() -> Iterator[None]:
-    """Keep what the profiler's C++ library prints on start and stop (`USDT: profiler_start`) out of stderr.
+    """Keep messages of the profiler's C++ library (`USDT: profiler_start`) out of stderr.
 
     It writes to the file descriptor, not to `sys.stderr`, and reads KINETO_LOG_LEVEL only when first used.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def physical_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or its container's limit."""
+    """Return the bytes of memory that this process may use: the machine's, or its container's limit."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError):
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))  # "max" is no number
@@ -27,7 +27,7 @@ def available_bytes() -> int:
 
 
 def free_host_bytes() -> int:
-    """`available_bytes`, in a container no more than its limit leaves."""
+    """Return `available_bytes`, limited in a container to the rest of its limit."""
     return min(available_bytes(), physical_memory() - _used_by_container())
 
 

@@ -25,14 +25,14 @@ REGION_US = 100.0
 
 
 def launches_us(graph: Graph, target: Target) -> np.ndarray:
-    """The host's time for every operator of `graph`; zeros where the target is no CUDA device."""
+    """Return the host's launch time for every operator of `graph`; zeros off CUDA."""
     per_kind = [LAUNCH_US if kind.moved_bytes or kind.flops else 0.0 for kind in graph.kinds]
     times = np.array(per_kind, dtype=np.float64)[graph.op_kind]
     return times if target.device == "cuda" else np.zeros_like(times)
 
 
 def host_time_us(memory: Memory, target: Target, regions: Sequence[Region] = (), micro_batches: int = 1) -> float:
-    """The host's time for an optimizer step over so many micro-batches, each under `regions`; 0 off CUDA."""
+    """Return the host's time for an optimizer step over `micro_batches`, each under `regions`; 0 off CUDA."""
     if target.device != "cuda":
         return 0.0
     graph, times = memory.graph, launches_us(memory.graph, target)
@@ -42,7 +42,7 @@ def host_time_us(memory: Memory, target: Target, regions: Sequence[Region] = (),
 
 
 def along(device_us: np.ndarray, host_us: np.ndarray) -> float:
-    """When the last of some kernels ends, each of which the device and the host need so long for."""
+    """Return when the last kernel ends, from the device's and the host's time for each."""
     launched = np.cumsum(host_us)
     after = np.cumsum(device_us[::-1])[::-1]  # from the start of a kernel to the end, if nothing waits
     return float((launched + after).max(initial=0.0))

@@ -47,7 +47,7 @@ class KernelKind(Protocol):
 
 
 class Timed(Protocol):
-    """A call that can be timed: `renew` gives it fresh data where a call changes it (`in_place`)."""
+    """A call that can be timed: `renew` makes fresh data if a call changes it (`in_place`)."""
 
     in_place: bool
 
@@ -56,7 +56,7 @@ class Timed(Protocol):
 
 
 class NotMeasurable(Exception):
-    """The kernel cannot be called from its signature; says why."""
+    """The kernel cannot be called from its signature; the message says why."""
 
 
 _SAMPLE_US = 200.0  # a shorter call is timed in batches of about this
@@ -101,7 +101,7 @@ class Call:
         self.renew()
 
     def renew(self) -> None:
-        """Fresh data; the old arguments are let go first, so that a kind is never in memory twice."""
+        """Make fresh data; the old arguments are freed first, so that a kind is never in memory twice."""
         self.args: list[Any] = []
         self.kwargs: dict[str, Any] = {}
         self.args, self.kwargs = arguments(self._kind, self._device)
@@ -114,7 +114,7 @@ class Call:
 
 
 def overload(name: str) -> Any:
-    """The overload called "aten.mm.default"; raises `NotMeasurable` where there is none."""
+    """Return the overload called "aten.mm.default". Raises `NotMeasurable` if there is none."""
     try:
         return functools.reduce(getattr, name.split("."), torch.ops)
     except (AttributeError, RuntimeError) as error:
@@ -122,7 +122,7 @@ def overload(name: str) -> Any:
 
 
 def arguments(kind: KernelKind, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments like those that `kind` was recorded with, on `device`; raises `NotMeasurable`."""
+    """Make arguments like those that `kind` was recorded with, on `device`. Raises `NotMeasurable`."""
     args, kwargs = kind.signature
     below = _index_limit(kind.name, args)
     draw = torch.Tensor.normal_ if kind.flops else _draw_probabilities
@@ -152,7 +152,7 @@ def arguments(kind: KernelKind, device: torch.device) -> tuple[list[Any], dict[s
 
 
 def _run_forward(name: str, args: list[Any]) -> None:
-    """Put what the forward of this backward keeps into `args`."""
+    """Run the forward of this backward, and put the tensors that it keeps into `args`."""
     forward, kept, renamed = _AFTER_FORWARD[name]
     places = {argument.name: place for place, argument in enumerate(overload(name)._schema.arguments)}
     function = overload(forward)
@@ -161,7 +161,7 @@ def _run_forward(name: str, args: list[Any]) -> None:
 
 
 def _keeping(function: Any) -> Any:
-    """`function`, which keeps what its backward needs: oneDNN does so only where gradients are enabled."""
+    """Return `function` with gradients enabled: only then does oneDNN keep tensors for backward."""
     return torch.enable_grad()(function)
 
 
@@ -184,7 +184,7 @@ def _tensor(
     below: int,
     draw: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """A tensor with these strides (expanded and overlapping ones too) and harmless data. (Rule 2)"""
+    """Make a tensor with these strides (also expanded or overlapping ones) and harmless data. (Rule 2)"""
     last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     length = last + 1 if all(shape) else 0
     if dtype == torch.bool:
@@ -199,9 +199,9 @@ def _tensor(
 
 
 def _index_limit(name: str, args: list[Any]) -> int:
-    """Integer tensors hold indices below this: spread, because equal ones contend in scattering kernels.
+    """Return a limit on integer tensors, which hold indices: spread, since equal ones contend in scattering kernels.
 
-    1, that is all zeros, where nothing is known about the operator.
+    It is 1, which makes them zeros, for an unknown operator.
     """
     op = name.split(".")[1]
     shapes = [a["tensor"][0] if isinstance(a, dict) and "tensor" in a else None for a in args]
@@ -221,7 +221,7 @@ def _index_limit(name: str, args: list[Any]) -> int:
 
 
 def _spread_groups(args: list[Any]) -> None:
-    """End of each group of a grouped product: equal shares of the dimension that is split."""
+    """Set the end of each group of a grouped product: equal shares of the split dimension."""
     left, right, offsets = (*args, None)[:3]
     if offsets is None:
         return
@@ -234,7 +234,7 @@ def _spread_groups(args: list[Any]) -> None:
 
 
 def samples_us(call: Timed, device: torch.device, repeats: int, seconds: float) -> list[float]:
-    """Times of one call, each the mean of a batch. (Rule 1)"""
+    """Measure the times of one call, each the mean of a batch. (Rule 1)"""
     sample = _on_cuda(call) if device.type == "cuda" else _sample_cpu_us
     once = sample(call, 1)
     if once > _LONG_US:
@@ -258,7 +258,7 @@ def _sample_cpu_us(call: Timed, batch: int) -> float:
 
 
 def _on_cuda(call: Timed) -> Callable[[Timed, int], float]:
-    """A sample that begins when the host has issued it: until then the device sleeps."""
+    """Return a sampler that lets the device sleep until the host has issued all calls."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     call()
@@ -281,7 +281,7 @@ def _sample_cuda_us(call: Timed, batch: int, cycles: int) -> float:
 
 
 class TableRow(NamedTuple):
-    """One kernel of a table; `time_us` is None where it was not measured.
+    """One kernel of a table; `time_us` is None if it was not measured.
 
     flops  floating-point operations      moved_bytes  bytes read and written at least once
     """
@@ -297,7 +297,7 @@ class TableRow(NamedTuple):
 def read_table(path: Path) -> tuple[dict[str, str], list[TableRow]]:
     """Read the device and torch of a table, and its rows.
 
-    Raises ValueError if the file is no table.
+    Raises ValueError if the file is not a table.
     """
     text = path.read_text(encoding="utf-8").splitlines()
     about = dict(line[1:].strip().split(": ", 1) for line in text if line.startswith("#") and ": " in line)
@@ -318,7 +318,7 @@ def read_table(path: Path) -> tuple[dict[str, str], list[TableRow]]:
 
 
 def table_text(about: dict[str, str], rows: Iterable[TableRow]) -> str:
-    """A table as `read_table` reads it."""
+    """Format a table, as `read_table` reads it."""
     found = io.StringIO()
     found.writelines(f"# {name}: {value}\n" for name, value in about.items())
     writer = csv.writer(found, lineterminator="\n")
@@ -330,11 +330,11 @@ def table_text(about: dict[str, str], rows: Iterable[TableRow]) -> str:
 
 
 class DeviceLost(RuntimeError):
-    """A kernel ended in an error after which nothing runs on the device in this process."""
+    """A kernel failed with an error after which nothing runs on the device in this process."""
 
 
 def measured(rows: Iterable[TableRow], device: torch.device) -> Iterator[TableRow]:
-    """`rows` with times on `device`; those that have one, and those that cannot be called, as they are.
+    """Yield `rows` with times on `device`; those with a time, or that cannot be called, are unchanged.
 
     Raises DeviceLost.
     """
@@ -358,7 +358,7 @@ def _median_us(row: TableRow, device: torch.device) -> float | None:
 
 
 def main(path: str) -> None:
-    """Measure what a table lacks, and write it in place, every hundred rows."""
+    """Measure the missing rows of a table, and write it in place, every hundred rows."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     about, rows = read_table(Path(path))

@@ -14,7 +14,7 @@ from remat.evaluation.plan import write_atomically
 
 
 def load_table(path: str | os.PathLike[str]) -> KernelTable:
-    """Read a table. Raises UsageError where there is none, and where nothing in it is measured."""
+    """Read a table. Raises UsageError if there is none, or if nothing in it is measured."""
     try:
         about, rows = read_table(Path(path))
     except (OSError, ValueError, TypeError) as error:
@@ -29,7 +29,7 @@ def load_table(path: str | os.PathLike[str]) -> KernelTable:
 
 
 def save_table(path: Path, kinds: Iterable[OpKind], times_us: Iterable[float | None], about: dict[str, str]) -> int:
-    """Write `kinds` as a table, with the times in microseconds that are known; returns the number of rows.
+    """Write `kinds` as a table, with the known times in microseconds; return the number of rows.
 
     about  where the times were measured: "device", "torch"
 

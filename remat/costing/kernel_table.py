@@ -41,18 +41,18 @@ class KernelTable:
 
     @staticmethod
     def of(device: str, measured: Iterable[tuple[OpKind, float]]) -> KernelTable:
-        """The table of kernels with their times."""
+        """Make the table of kernels with their times."""
         return KernelTable(device, {key_of(kind): (kind, time_us) for kind, time_us in measured})
 
     def price(self, kinds: Sequence[OpKind], target: Target) -> list[tuple[float, str]]:
-        """Time of each of `kinds` on `target` in microseconds, and which of `SOURCES` it is by."""
+        """Return the time of each of `kinds` on `target` in microseconds, and its source, one of `SOURCES`."""
         factors = self._factors(target)
         return [self._priced(kind, kernel_us(kind, target), factors) for kind in kinds]
 
     def _priced(
         self, kind: OpKind, estimated_us: float, factors: Mapping[tuple[str, str], _Factors]
     ) -> tuple[float, str]:
-        """Time of a kernel, and which of `SOURCES` it is by."""
+        """Return the time of a kernel, and its source, one of `SOURCES`."""
         if not estimated_us:
             return 0.0, BY_ROOFLINE
         row = self.rows.get(key_of(as_aten(kind)))
@@ -73,7 +73,7 @@ class KernelTable:
 
 
 def _between(known: _Factors, at: float) -> float:
-    """The factor at a place between those of `known`, linear in logarithms, constant beyond the ends."""
+    """Interpolate the factors of `known` linearly in logarithms, constant beyond the ends."""
     place = bisect.bisect_left(known, (at, -math.inf))
     if place in (0, len(known)):
         return known[min(place, len(known) - 1)][1]
@@ -83,7 +83,7 @@ def _between(known: _Factors, at: float) -> float:
 
 
 def key_of(kind: OpKind) -> tuple[str, str]:
-    """Operator and signature, whatever its floating-point numbers and its device are. (Rule 1)"""
+    """Return operator and signature without floating-point numbers and devices. (Rule 1)"""
     return kind.name, json.dumps(_without_numbers(kind.signature))
 
 
@@ -96,9 +96,9 @@ def _without_numbers(described: Any) -> Any:
 
 
 def as_aten(kind: OpKind) -> OpKind:
-    """`kind`, or the kernel of ATen that it stands for (`cuda_kernels/stand_ins.py`).
+    """Return `kind`, or the kernel of ATen that it stands for (`cuda_kernels/stand_ins.py`).
 
-    That takes the normalised shape in place of its number of dimensions, an epsilon, and which gradients are wanted.
+    ATen's takes the normalised shape instead of its number of dimensions, an epsilon, and which gradients are needed.
     """
     if not kind.name.startswith("remat."):
         return kind
@@ -119,6 +119,6 @@ def as_aten(kind: OpKind) -> OpKind:
 
 
 def _normalised(x: Any, statistic: Any) -> list[int]:
-    """The dimensions of `x` over which a statistic has one number."""
+    """Return the dimensions of `x` over which a statistic has one number."""
     shape, reduced = x["tensor"][0], statistic["tensor"][0]
     return [size for size, rest in zip(shape, reduced, strict=True) if rest != size]

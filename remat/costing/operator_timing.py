@@ -52,7 +52,7 @@ def time_operators(
     seconds_per_kind: float = 0.15,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Costs:
-    """Costs of `kinds`, row by row, measured on `device`.
+    """Measure the costs of `kinds`, row by row, on `device`.
 
     cache             folder with earlier results, None to measure everything anew and keep nothing
     repeats           samples for a median: at least 3, fewer than this once `seconds_per_kind` are over
@@ -78,12 +78,12 @@ def time_operators(
                 except NotMeasurable as error:
                     failed.append({"kind": index, "op": kind.name, "reason": str(error)})
             if row is None:
-                _forget_failure(kind, device, known)  # outside `except`: the error holds what it was called with
+                _forget_failure(kind, device, known)  # outside `except`: the error refers to the arguments
                 row = KindCost(0.0, 0.0, 0)
             rows.append(row)
             if on_progress is not None:
                 on_progress(index + 1, len(kinds))
-        known.library_bytes = max(known.library_bytes, _allocated(device) - before)  # nothing of ours is left
+        known.library_bytes = max(known.library_bytes, _allocated(device) - before)  # our own tensors are freed
     return Costs(
         source="measured",
         device=device_name(device),
@@ -104,7 +104,7 @@ def time_operators(
 
 @contextlib.contextmanager
 def _ready(device: torch.device) -> Iterator[None]:
-    """No gradients, `device` current, and the random state of the caller as it was."""
+    """Disable gradients, make `device` current, and restore the caller's random state afterwards."""
     on_cuda = device.type == "cuda"
     with (
         torch.no_grad(),
@@ -121,7 +121,7 @@ def _ready(device: torch.device) -> Iterator[None]:
 
 
 def time_operator(kind: OpKind, device: torch.device, repeats: int = 15, seconds_per_kind: float = 0.15) -> KindCost:
-    """Time and workspace of one kind; raises `NotMeasurable`."""
+    """Measure the time and workspace of one kind. Raises `NotMeasurable`."""
     function = None if kind.name == FROM_HOST else overload(kind.name)
     _check_memory(kind, device)
     try:
@@ -132,14 +132,14 @@ def time_operator(kind: OpKind, device: torch.device, repeats: int = 15, seconds
         times = samples_us(call, device, repeats, seconds_per_kind)
     except NotMeasurable:
         raise
-    except Exception as error:  # whatever an operator may raise on arguments that are not quite the real ones
+    except Exception as error:  # any error of an operator on artificial arguments
         raise NotMeasurable(_first_line(error)) from error
     low, median, high = np.quantile(times, (0.25, 0.5, 0.75))
     return KindCost(float(median), float((high - low) / 2 / median) if median else 0.0, workspace)
 
 
 def _forget_failure(kind: OpKind, device: torch.device, known: Cache) -> None:
-    """Let go of what a kind left behind. Raises UsageError where that is a device on which nothing runs any more."""
+    """Free the arguments of a failed kind. Raises UsageError if nothing runs on the device any more."""
     gc.collect()
     if device.type != "cuda":
         return
@@ -160,7 +160,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _check_memory(kind: OpKind, device: torch.device) -> None:
-    """Refuse what would make a CPU swap or kill the process; CUDA says so itself. (Rule 2)"""
+    """Refuse a kind that would make a CPU swap or kill the process; CUDA raises by itself. (Rule 2)"""
     if device.type != "cpu":
         return
     available = available_bytes()
@@ -169,7 +169,7 @@ def _check_memory(kind: OpKind, device: torch.device) -> None:
 
 
 class _HostCopy:
-    """A copy from the host, of pinned memory where there is such, that the device waits for."""
+    """A copy from the host that the device waits for, from pinned memory if possible."""
 
     in_place = False
 
@@ -193,7 +193,7 @@ class _HostCopy:
 
 
 def _workspace_bytes(call: Call | _HostCopy, device: torch.device) -> int:
-    """Peak of what the kernel allocates, beyond the outputs that it makes. (Rule 1)"""
+    """Return the peak of a kernel's allocations, without its outputs. (Rule 1)"""
     results: list[Any] = []
     peak = measure_peak(lambda: results.append(call.result()), device, requested=True, collect=False)
     given = {storage.data_ptr() for storage in _storages((call.args, call.kwargs))}
@@ -213,7 +213,7 @@ def _allocated(device: torch.device) -> int:
 
 
 def device_target(device: torch.device, *, cache: Path | Literal["default"] | None = "default") -> Target:
-    """The device at hand as a Target; its rates, for estimates only, are a data sheet's or measured once."""
+    """Describe the device at hand as a Target; its rates, for estimates only, are a data sheet's or measured once."""
     release = torch.__version__.partition("+")[0] if device.type == "cuda" else ""
     if device.type == "cuda":
         memory, name = int(torch.cuda.mem_get_info(device)[1]), torch.cuda.get_device_name(device)
@@ -240,7 +240,7 @@ def device_target(device: torch.device, *, cache: Path | Literal["default"] | No
 
 
 def _rates(device: torch.device, cache: Path | Literal["default"] | None) -> dict[str, float]:
-    """Bytes per microsecond of a large copy, and operations per microsecond of a large product by dtype."""
+    """Return the rates per microsecond: bytes of a large copy, and operations of a large product by dtype."""
     known = Cache.open(default_cache() if cache == "default" else cache, device)
     if not {"bytes", "float32"} <= known.rates.keys():
         with _ready(device), known:
@@ -264,7 +264,7 @@ def _measured_rates(device: torch.device) -> dict[str, float]:
 def measured_workspaces(
     tracker: Tracker, known: Mapping[tuple[str, str], int], device: torch.device
 ) -> dict[tuple[str, str], int]:
-    """The kernels' own bytes of what `tracker` has seen and `known` has not, measured."""
+    """Measure the workspaces of the kinds that `tracker` has seen and that are not in `known`."""
     found = {kind.key: kind for kind in tracker.kinds.values()}
     missing = {key: kind for key, kind in found.items() if key not in known and "empty" not in kind.name}
     costs = time_operators(tuple(missing.values()), device)

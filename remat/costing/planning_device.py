@@ -17,7 +17,7 @@ DEFAULT_TARGET = "h100-80gb"
 
 @dataclasses.dataclass(frozen=True)
 class PlanningDevice:
-    """Where a plan is for: a target, and the device at hand whose kernels it runs, if it is this machine's.
+    """The device that a plan is for: a target, and the device at hand if it is this machine's.
 
     table  kernels that were measured on the target
     """
@@ -33,12 +33,12 @@ class PlanningDevice:
 
 
 def find_planning_device(name: str, costs: str | os.PathLike[str] | None = None) -> PlanningDevice:
-    """The planning device that `--target name` means, priced by the table `costs` where one is given.
+    """Return the planning device of `--target name`, priced by the table `costs` if given.
 
     auto  this machine's GPU, or else `DEFAULT_TARGET`      cuda  this machine's GPU, or a UsageError
     cpu   this machine's CPU                                any other: a target by name
 
-    Raises UsageError for an unknown name, for a table that cannot be read, and for one beside this machine's device.
+    Raises UsageError for an unknown name, for an unreadable table, and for a table beside this machine's device.
     """
     place = _device_named(name)
     if costs is None:
@@ -70,6 +70,6 @@ def _device_named(name: str) -> PlanningDevice:
 
 
 def installed_cudnn() -> tuple[int, ...] | None:
-    """Version of the cuDNN that this torch has, None where it is built without."""
+    """Return the version of cuDNN in this torch, None if it is built without."""
     found = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return (found // 10000, found // 100 % 100, found % 100) if found else None  # 92000 is 9.20.0

@@ -19,7 +19,7 @@ from remat.units import gib, ms
 from remat.workload.target import Target
 
 FORMAT = "remat-profile"
-VERSION = 3  # 2: what the loop holds, 3: backwards within the forward, which an older remat would not count
+VERSION = 3  # 2: outputs held by the loop, 3: backwards within the forward; an older remat would not count them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,22 +60,22 @@ class Profile(Shown):
 
     @property
     def peak_without_checkpointing(self) -> int:
-        """Peak bytes of the step as it runs where there is no plan."""
+        """Peak bytes of the step without a plan."""
         return Memory(self.graph, self.costs.workspace_per_op(self.graph)).peak_without_checkpointing
 
     @property
     def step_time_us(self) -> float:
-        """Time of the step as Python runs it without a plan: the device's, or the host's where that is longer."""
+        """Time of the step without a plan as Python runs it: the device's or the host's, whichever is longer."""
         return max(self.costs.step_time_us(self.graph), self.host_time_us(Memory(self.graph)))
 
     def host_time_us(self, memory: Memory, regions: Sequence[Region] = (), micro_batches: int = 1) -> float:
-        """Time to launch an optimizer step from Python; 0 where costs were measured, and off CUDA."""
+        """Return the time to launch an optimizer step from Python; 0 if costs were measured, and off CUDA."""
         if self.costs.source != "estimated":
             return 0.0
         return host_time_us(memory, self.target, regions, micro_batches)
 
     def workspace_of(self) -> dict[tuple[str, str], int]:
-        """Kernels' own bytes by operator and signature, for a replay."""
+        """Return the workspaces by operator and signature, for a replay."""
         return self.costs.workspace_of(self.graph)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -91,7 +91,7 @@ class Profile(Shown):
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Profile:
-        """Read a profile file. Raises `UsageError` where it is missing, corrupt or of a newer version."""
+        """Read a profile file. Raises `UsageError` if it is missing, corrupt or of a newer version."""
         data = read_json(Path(path), FORMAT, VERSION, "profile")
         try:
             return Profile(Graph.from_json(data["graph"]), Costs.from_json(data["costs"]), Target(**data["target"]))

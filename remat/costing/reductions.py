@@ -31,8 +31,9 @@ _Dimension = tuple[int, int]  # size and stride, in numbers
 class Reduction:
     """A sum of a tensor over `dims`.
 
-    item_bytes  of the tensor's numbers        sum_bytes  of the numbers that are added up
-    result_bytes  of the result's: a tensor of 2 GiB is added up part by part, in numbers of `sum_bytes`
+    item_bytes    bytes of one number of the tensor
+    sum_bytes     bytes of one number while adding up
+    result_bytes  bytes of one number of the result: 2 GiB or more are added up part by part, in `sum_bytes`
     """
 
     shape: Sequence[int]
@@ -58,7 +59,7 @@ class Reduction:
         return parts + (self.sum_bytes * results if apart else 0)
 
     def _within_32_bits(self) -> list[int]:
-        """The shape of what one kernel adds up: larger tensors are halved first."""
+        """Return the shape that one kernel adds up: larger tensors are halved first."""
         shape = list(self.shape)
         while self.item_bytes * sum((n - 1) * s for n, s in zip(shape, self.stride, strict=True)) >= _MOST_BYTES:
             widest = max(range(len(shape)), key=lambda i: (shape[i] - 1) * self.stride[i])
@@ -77,7 +78,7 @@ class Reduction:
             width //= vector
         block_width, block_height = _block(width, height, _MOST_THREADS // vector)
         step_input, step_output = (block_width, 1) if along else (1, block_width)
-        if -(-inputs // step_input) < min(16 * block_height, _MOST_VALUES):  # each warp has outputs of its own
+        if -(-inputs // step_input) < min(16 * block_height, _MOST_VALUES):  # each warp has its own outputs
             return 0
         step_input *= block_height
         values, blocks = -(-inputs // step_input), -(-(outputs // vector) // step_output)
@@ -93,14 +94,14 @@ class Reduction:
 
 
 def _block(width: int, height: int, most: int) -> tuple[int, int]:
-    """Threads of a block, along both dimensions: powers of two, at most `most` in all."""
+    """Return the threads of a block along both dimensions: powers of two, at most `most` in all."""
     wide, high = (min(1 << (max(extent, 1).bit_length() - 1), most) for extent in (width, height))
     block_height = min(high, most // min(wide, _WARP))
     return min(wide, most // block_height), block_height
 
 
 def _coalesced(dims: Sequence[_Dimension]) -> list[_Dimension]:
-    """`dims` with neighbours made one that lie one after the other; in a contiguous result they always do."""
+    """Merge neighbouring dimensions that are contiguous; in a contiguous result they always are."""
     found: list[_Dimension] = []
     for size, stride in dims:
         if found and found[-1][0] * found[-1][1] == stride:

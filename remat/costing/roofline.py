@@ -48,23 +48,24 @@ from remat.workload.target import Target
 
 @dataclasses.dataclass(frozen=True)
 class _Shares:
-    """Of a generation's peaks what its kernels reach.
+    """The shares of a generation's peak rates that its kernels reach.
 
     product  arithmetic of large aligned products; fitted, below the best that a single shape reaches (0.87 on an A100,
              0.80 on an H100: Bekman, ml-engineering, table of maximum achievable matmul FLOPS, August 2026)
     flash, cudnn, efficient  arithmetic of attention forward, heads 128 wide, long sequences
-    stream   bandwidth of pointwise kernels; what large copies reach, fitted for GeForce cards
+    stream   bandwidth of pointwise kernels: that of large copies, fitted for GeForce cards
     full     arithmetic of large products in float32 without TF32
-    l2       traffic that fits L2 beside traffic that does not (Rule 7)
-    single   elements per microsecond and processor where a kernel loads numbers one by one (Rule 6)
-    cast     the same where it also casts between floating-point types, or finds the place of each by arithmetic
-    scattered  the same where numbers that lie together in the result do not in the argument; 0 where unknown
-    loose    of `stream`, kernels that load numbers of 32 bits one by one
-    permuted  of `stream`, copies into another order, where elements do not count
-    written  of `stream`, traffic of products, whose results go out behind the arithmetic
-    patches  of a product's rate, convolutions (Rule 3)
-    loaded   of a product's rate, by the largest power of two bytes that divides every row of its operands (Rule 2)
-    stored   the same of its result
+    l2       speed of traffic that fits L2 relative to other traffic (Rule 7)
+    single   elements per microsecond and processor of a kernel that loads numbers one by one (Rule 6)
+    cast     the same if it also casts between floating-point types, or computes the place of each element
+    scattered  the same if neighbours in the result are apart in the argument; 0: unknown
+    loose    share of `stream` of kernels that load numbers of 32 bits one by one
+    permuted  share of `stream` of copies into another order, if elements do not limit them
+    written  share of `stream` of a product's traffic, whose results are written after the arithmetic
+    patches  share of a product's rate that convolutions reach (Rule 3)
+    loaded   share of a product's rate, by the largest power of two bytes that divides every row of its operands
+             (Rule 2)
+    stored   the same for the rows of its result
     """
 
     product: float
@@ -188,16 +189,16 @@ _POOLING = (
     "avg_pool2d",
     "avg_pool3d",
 )
-_FUSED = "fused"  # groups that Triton compiles: they load several numbers at once, whatever shapes meet there
+_FUSED = "fused"  # groups that Triton compiles: they load several numbers at once for all shapes
 _TWICE = ("_softmax_backward_data", "native_layer_norm_backward", "_fused_rms_norm_backward")  # two kernels
 _SOFTMAX = ("_softmax", "_log_softmax")
 _REDUCING = ("sum", "mean", "norm", "linalg_vector_norm", "amax", "var", "var_mean")
 _COPYING = ("clone", "copy_", "_to_copy", "cat")
-_REDUCED, _PERMUTED = 0.95, 0.65  # of what pointwise kernels reach: assumed
+_REDUCED, _PERMUTED = 0.95, 0.65  # of the rate of pointwise kernels: assumed
 
 
 def kernel_us(kind: OpKind, target: Target) -> float:
-    """Time of one call of `kind`, in microseconds."""
+    """Return the time of one call of `kind`, in microseconds."""
     if not kind.moved_bytes and not kind.flops:
         return 0.0  # it only allocates
     if kind.name == FROM_HOST and target.host_bytes_per_us:
@@ -209,7 +210,7 @@ def kernel_us(kind: OpKind, target: Target) -> float:
 
 
 def _launches(kind: OpKind, target: Target) -> int:
-    """Kernels that an operator is, as far as that is known."""
+    """Return the number of kernels of an operator, as far as known."""
     name = operator_name(kind)
     if name in ("convolution", "convolution_backward"):
         return _CONVOLVED[name.endswith("_backward"), _is_copied(kind, target)]
@@ -226,12 +227,12 @@ def _shares(target: Target) -> _Shares:
 
 
 def _is_before(target: Target, release: tuple[int, int]) -> bool:
-    """Whether the target trains with an older torch; one that states none has the newest."""
+    """Return whether the target trains with an older torch; a target without a version has the newest."""
     return (0, 0) < target.torch_release < release
 
 
 def operator_name(kind: OpKind) -> str:
-    """The operator's name, one for a kernel of ATen and for its stand-in under `remat::` (`stand_ins.py`)."""
+    """Return the operator's name, the same for a kernel of ATen and its stand-in under `remat::` (`stand_ins.py`)."""
     return kind.name.removeprefix("aten.").removeprefix("remat.").partition(".")[0]
 
 
@@ -261,12 +262,12 @@ class _Tensor:
 
     @property
     def layout(self) -> tuple[tuple[int, int], ...]:
-        """Sizes and steps of the dimensions that have more than one place."""
+        """Sizes and strides of the dimensions larger than 1."""
         return tuple((size, step) for size, step in zip(self.shape, self.stride, strict=True) if size > 1)
 
     @property
     def is_dense(self) -> bool:
-        """Whether its elements fill one stretch of memory, in whichever order."""
+        """Whether its elements fill one stretch of memory, in any order."""
         pairs = sorted((step, size) for step, size in zip(self.stride, self.shape, strict=True) if size > 1)
         expected = 1
         for step, size in pairs:
@@ -277,7 +278,7 @@ class _Tensor:
 
     @property
     def row_bytes(self) -> int:
-        """Distance between the rows of a matrix, whichever way they lie."""
+        """Distance in bytes between the rows of a matrix, in either layout."""
         pairs = zip(self.stride[-2:], self.shape[-2:], strict=True)
         return max((step for step, size in pairs if size > 1), default=1) * self.item_bytes
 
@@ -310,7 +311,7 @@ def _arithmetic_us(kind: OpKind, target: Target) -> float:
 
 
 def _product_us(left: _Tensor, right: _Tensor, target: Target) -> float:
-    """Rules 1 and 2."""
+    """Return the arithmetic time of a product by Rules 1 and 2."""
     (rows, inner), columns, count = left.shape[-2:], right.shape[-1], math.prod(left.shape[:-2])
     if 1 in (rows, columns):
         return 0.0
@@ -324,12 +325,12 @@ def _product_us(left: _Tensor, right: _Tensor, target: Target) -> float:
 
 
 def _power(row_bytes: int) -> int:
-    """Index into `_Shares.loaded`: 0 for rows that are multiples of 2 bytes, 3 for multiples of 16."""
+    """Return the index into `_Shares.loaded`: 0 for rows that are multiples of 2 bytes, 3 for multiples of 16."""
     return math.gcd(row_bytes, 16).bit_length() - 2
 
 
 def _is_full(dtype: str, target: Target) -> bool:
-    """Whether products of `dtype` leave the tensor cores."""
+    """Return whether products of `dtype` run outside the tensor cores."""
     return dtype == "float32" and target.flops_per_us["float32"] != target.flops_per_us.get("tf32")
 
 
@@ -350,7 +351,7 @@ def _filled(count: int, rows: int, columns: int, inner: int, target: Target, siz
 
 
 def _convolution_us(kind: OpKind, target: Target, *, backward: bool) -> float:
-    """Rule 3."""
+    """Return the time of a convolution by Rule 3."""
     args, shares = kind.signature[0], _shares(target)
     image, weight = _Tensor.of(args[1 if backward else 0]), _Tensor.of(args[2 if backward else 1])
     transposed, groups = (args[7], args[9]) if backward else (args[6], args[8])
@@ -379,7 +380,7 @@ def _convolution_us(kind: OpKind, target: Target, *, backward: bool) -> float:
 
 
 def _is_copied(kind: OpKind, target: Target) -> bool:
-    """Whether channels come first and cuDNN brings them last."""
+    """Return whether channels come first and cuDNN copies the tensors to have them last."""
     args, backward = kind.signature[0], operator_name(kind).endswith("_backward")
     image, weight = _Tensor.of(args[1 if backward else 0]), _Tensor.of(args[2 if backward else 1])
     if not _is_channels_first(image) or args[9 if backward else 8] > 1:
@@ -388,7 +389,7 @@ def _is_copied(kind: OpKind, target: Target) -> bool:
 
 
 def _is_product(image: _Tensor, weight: _Tensor, stride_padding: list[list[int]]) -> bool:
-    """Whether a convolution of single pixels is a product as it lies: its planes are aligned rows."""
+    """Return whether a convolution of single pixels is a product without a copy: its planes are aligned rows."""
     pixels = math.prod(weight.shape[2:]) == 1 and set(stride_padding[0]) == {1} and set(stride_padding[1]) == {0}
     return pixels and math.prod(image.shape[2:]) * image.item_bytes % 16 == 0
 
@@ -408,12 +409,12 @@ def _bias_bytes(kind: OpKind, *, backward: bool) -> int:
 
 
 def _convolved(gradient: _Tensor, weight: _Tensor) -> int:
-    """Operations of one of the two products of a convolution's backward; torch's counter leaves groups out."""
+    """Count the operations of one of the two products of a convolution's backward; torch's counter ignores groups."""
     return 2 * math.prod(gradient.shape) * math.prod(weight.shape[1:])
 
 
 def _attention_us(kind: OpKind, kernel: str, target: Target) -> float:
-    """Rule 4."""
+    """Return the time of attention by Rule 4."""
     args, backward = kind.signature[0], kernel.endswith("_backward")
     query, key = (_Tensor.of(args[position + backward]) for position in (0, 1))
     causal = len(args) > _CAUSAL[kernel] and args[_CAUSAL[kernel]] is True
@@ -455,7 +456,7 @@ def _traffic_us(kind: OpKind, target: Target) -> float:
 
 
 def _has_columns(kind: OpKind) -> bool:
-    """Whether a product has several rows and columns, and so is tiled."""
+    """Return whether a product has several rows and columns, and so is tiled."""
     left, right = (kind.signature[0][position]["tensor"][0] for position in _OPERANDS[operator_name(kind)])
     return 1 not in (left[-2], right[-1])
 
@@ -466,7 +467,7 @@ def _picked_us(kind: OpKind, target: Target, stream: float) -> float:
 
 
 def _pooled_us(kind: OpKind, target: Target, stream: float) -> float:
-    """Time to go over the elements that the windows of a pooling kernel hold together, or its traffic."""
+    """Return the time of pooling: its windows' elements, all counted, or its traffic."""
     name, first = operator_name(kind), _tensors(kind)[0]
     backward, dims = name.endswith("_backward"), 3 if "3d" in name else 2
     kernel = kind.signature[0][2 if backward else 1]
@@ -478,21 +479,21 @@ def _pooled_us(kind: OpKind, target: Target, stream: float) -> float:
 
 
 def _layer_norm_us(kind: OpKind, target: Target, stream: float) -> float:
-    """Few rows leave processors idle, and short ones take a least time. (Rule 8)"""
+    """Return the time of layer norm: few rows leave processors idle, short ones take a minimum time. (Rule 8)"""
     again, rows = kind.moved_bytes * _AGAIN["native_layer_norm"], _normalised_rows(kind)
     slowest = max(again / stream, again / (rows * _ROW_BYTES), _ROW_US * rows / max(target.processors, 1))
     return slowest + _copied_first_us(kind, target)
 
 
 def _layer_norm_backward_us(kind: OpKind, target: Target, stream: float) -> float:
-    """A kernel for the input's gradient, then one for the weights', whose columns few blocks sum. (Rule 8)"""
+    """Return the time of two kernels: the input's gradient, and the weights', whose columns few blocks sum. (Rule 8)"""
     once, rows = kind.moved_bytes / stream, math.prod(_tensors(kind)[2].shape)
     weights = max(once, _WEIGHTS_US * rows if rows <= _WEIGHTS_ROWS else 0.0)
     return once * (_AGAIN["native_layer_norm_backward"] - 1) + weights + _copied_first_us(kind, target)
 
 
 def _softmax_us(kind: OpKind, target: Target, stream: float) -> float:
-    """3 reads and a write of rows that do not stay on the chip, else one of each. (Rule 5)"""
+    """Return the time of softmax: 3 reads and a write of rows too long for the chip, else one of each. (Rule 5)"""
     tensor, dim = _tensors(kind)[0], kind.signature[0][1]
     row, halves = tensor.shape[dim] if tensor.shape else 1, tensor.item_bytes == 2
     if row * tensor.item_bytes > (2 * _ON_CHIP if halves else _ON_CHIP):
@@ -501,7 +502,7 @@ def _softmax_us(kind: OpKind, target: Target, stream: float) -> float:
 
 
 def _batch_norm_us(kind: OpKind, target: Target, stream: float) -> float:
-    """ATen's kernel for channels first sums a channel in one block, and goes over everything again. (Rule 8)"""
+    """Return the time of batch norm: with channels first, one block sums a channel, and rereads it. (Rule 8)"""
     name, tensors, args = operator_name(kind), _tensors(kind), kind.signature[0]
     image = tensors[0]
     training = args[7 if name.endswith("_backward") else 5]
@@ -518,7 +519,7 @@ def _cudnn_norm_us(kind: OpKind, target: Target, stream: float) -> float:
 
 
 def _reduced_us(kind: OpKind, target: Target, stream: float) -> float:
-    """Long columns are cut among blocks, which meet in memory. (Rule 8)"""
+    """Return the time of a sum: long columns are divided among blocks, which exchange sums in memory. (Rule 8)"""
     tensors, args = _tensors(kind), kind.signature[0]
     us = kind.moved_bytes / (stream * _REDUCED)
     dims = args[1] if len(args) > 1 and isinstance(args[1], list) else []
@@ -533,7 +534,7 @@ def _reduced_us(kind: OpKind, target: Target, stream: float) -> float:
 
 
 def _gathered_us(kind: OpKind, target: Target, stream: float) -> float:
-    """Reads of a table that fits L2 come from there. (Rule 7)"""
+    """Return the time of lookups: a table that fits L2 is read from there. (Rule 7)"""
     name, table = operator_name(kind), _tensors(kind)[0]
     moved = float(kind.moved_bytes)
     if table.size_bytes < _KEPT * target.l2_bytes:
@@ -545,7 +546,7 @@ def _gathered_us(kind: OpKind, target: Target, stream: float) -> float:
 
 
 def _table_us(kind: OpKind, target: Target, stream: float) -> float:
-    """The gradient of a table: few indices are gone over one by one, more are sorted first. (Rule 9)"""
+    """Return the time of a table's gradient: few indices are scanned one by one, more are sorted first. (Rule 9)"""
     gradient, indices = _tensors(kind)[:2]
     count = math.prod(indices.shape)
     sums_us = _SORTED_INDEX_US * count * min(gradient.shape[-1] / _WIDE_ROW, 1.0)
@@ -553,21 +554,21 @@ def _table_us(kind: OpKind, target: Target, stream: float) -> float:
 
 
 def _put_us(kind: OpKind, target: Target, stream: float) -> float:
-    """Sums into places sort their indices first. (Rule 9)"""
+    """Return the time of an `index_put`, which sorts its indices if it accumulates. (Rule 9)"""
     args = kind.signature[0]
     sorts = len(args) > 3 and args[3] is True
     return kind.moved_bytes / stream + (_SORTED_US if sorts else 0.0)
 
 
 def _rolled_us(kind: OpKind, target: Target, stream: float) -> float:
-    """A kernel for each dimension, which finds the place of every element by arithmetic."""
+    """Return the time of a roll: a kernel for each dimension, which computes every element's place."""
     dims = max(len(kind.signature[0][1]), 1)
     elements = math.prod(_tensors(kind)[0].shape)
     return dims * max(kind.moved_bytes / stream, elements / (_shares(target).cast * max(target.processors, 1)))
 
 
 def _padded_us(kind: OpKind, target: Target, stream: float) -> float:
-    """Zeros, and a copy into a part of them."""
+    """Return the time of padding: zeros, and a copy into a part of them."""
     given = _tensors(kind)[0]
     wider = [int(size) for size in kind.signature[0][1]]
     if operator_name(kind) == "constant_pad_nd" and max(wider, default=0) <= 0:
@@ -598,13 +599,13 @@ _OWN: dict[str, _Own] = {
 
 
 def _tensors(kind: OpKind) -> list[_Tensor]:
-    """The tensors among the positional arguments, and those of lists among them."""
+    """List the tensors among the positional arguments, and in lists among them."""
     found = [item for a in kind.signature[0] for item in (a if isinstance(a, list) else [a])]
     return [_Tensor.of(a) for a in found if isinstance(a, dict) and "tensor" in a]
 
 
 def _launches_of_many(kind: OpKind) -> int:
-    """Kernels that an operator on lists of tensors is cut into (ATen/native/cuda/MultiTensorApply.cuh)."""
+    """Count the kernels that an operator on lists is cut into (ATen/native/cuda/MultiTensorApply.cuh)."""
     lists = [a for a in kind.signature[0] if isinstance(a, list) and a and isinstance(a[0], dict)]
     sizes = [math.prod(_Tensor.of(a).shape) for a in lists[0]] if lists else []
     chunks = sum(-(-size // _CHUNK) for size in sizes)
@@ -617,19 +618,19 @@ def _normalised_rows(kind: OpKind) -> int:
 
 
 def _copied_first_us(kind: OpKind, target: Target) -> float:
-    """Time of the copies that a norm makes of images whose rows are scattered."""
+    """Return the time of the copies that a norm makes of images whose rows are scattered."""
     rate = _shares(target).scattered * max(target.processors, 1)
     return sum(math.prod(t.shape) / rate for t in _tensors(kind) if rate and _is_scattered(t))
 
 
 def _is_scattered(tensor: _Tensor) -> bool:
-    """Whether elements that are neighbours by their place are none in memory."""
+    """Return whether neighbouring elements are apart in memory."""
     steps = [step for step, size in zip(tensor.stride, tensor.shape, strict=True) if size > 1]
     return bool(steps) and steps[-1] > 1
 
 
 def _loosely_us(kind: OpKind, target: Target, stream: float) -> float:
-    """Time of a pointwise kernel that loads numbers one by one, 0 for one that does not. (Rule 6)"""
+    """Return the time of a pointwise kernel that loads numbers one by one; 0 for any other. (Rule 6)"""
     shares, joins = _shares(target), operator_name(kind) == "cat"
     tensors = [t for t in _tensors(kind) if math.prod(t.shape) > 1 and t.dtype not in _INTEGERS]
     numbers = [t for t in tensors if t.dtype != "bool"]
@@ -646,7 +647,7 @@ def _loosely_us(kind: OpKind, target: Target, stream: float) -> float:
 
 
 def _arranges(kind: OpKind, tensors: list[_Tensor]) -> bool:
-    """Whether a copy lies in memory in another order than its argument."""
+    """Return whether a copy has another order in memory than its argument."""
     name = operator_name(kind)
     if name == "cat":
         return any(_is_scattered(tensor) or not tensor.is_dense for tensor in tensors)
@@ -654,7 +655,7 @@ def _arranges(kind: OpKind, tensors: list[_Tensor]) -> bool:
 
 
 def _loads_together(kind: OpKind, target: Target, tensors: list[_Tensor], numbers: list[_Tensor]) -> bool:
-    """Whether several numbers are loaded at once: all lie alike, and are of one type."""
+    """Return whether several numbers are loaded at once: all tensors have one layout and one type."""
     first, cast = numbers[0], kind.name == "aten._to_copy.default"
     if cast and (first.item_bytes == 2 or _is_before(target, (2, 8))):
         return False
@@ -664,13 +665,13 @@ def _loads_together(kind: OpKind, target: Target, tensors: list[_Tensor], number
 
 
 def _broadcast(tensors: list[_Tensor]) -> int:
-    """Elements of the result of a pointwise kernel."""
+    """Return the number of elements of a pointwise kernel's result."""
     shapes = [tensor.shape[::-1] for tensor in tensors]
     return math.prod(max(sizes) for sizes in itertools.zip_longest(*shapes, fillvalue=1))
 
 
 def _permutes(kind: OpKind) -> bool:
-    """Whether the first argument does not lie in memory in the order of its dimensions."""
+    """Return whether the first argument's order in memory differs from the order of its dimensions."""
     first = next(iter(_tensors(kind)), None)
     if first is None:
         return False

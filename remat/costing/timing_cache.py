@@ -44,7 +44,7 @@ class KindCost:
 
 
 def default_cache() -> Path | None:
-    """`$XDG_CACHE_HOME/remat` or `~/.cache/remat`; None where there is no home."""
+    """Return `$XDG_CACHE_HOME/remat` or `~/.cache/remat`; None if there is no home."""
     if root := os.environ.get("XDG_CACHE_HOME"):
         return Path(root) / "remat"
     try:
@@ -54,7 +54,7 @@ def default_cache() -> Path | None:
 
 
 class Cache:
-    """Rows measured earlier on one device with one torch version; a context that saves on the way out.
+    """Rows measured earlier on one device with one torch version; a context that saves when it ends.
 
     It is a convenience and never an error: a file that cannot be read is measured again, a folder that cannot
     be written is left alone. Saving also happens on an interrupt, so that what was measured is not lost.
@@ -79,7 +79,7 @@ class Cache:
 
     @contextlib.contextmanager
     def trying(self, kind: OpKind) -> Iterator[None]:
-        """While `kind` is measured. Raises NotMeasurable where that has ended a process before."""
+        """Mark that `kind` is being measured. Raises NotMeasurable if an earlier process died during that."""
         key = _hash(kind)
         if key in self.fatal:
             raise NotMeasurable(FATAL)
@@ -123,7 +123,7 @@ class Cache:
                     marker.unlink()
 
     def _load(self) -> None:
-        """Add what the file has and this does not; a corrupt or foreign file has nothing."""
+        """Add the file's rows that are missing here; a corrupt or foreign file has none."""
         if self.path is None:
             return
         try:
@@ -170,7 +170,7 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's
+    except OSError:  # another process's
         return True
     return True
 

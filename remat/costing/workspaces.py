@@ -46,7 +46,7 @@ _SUMMED = 100  # pixels of one of the weight's gradients that cuDNN adds up, at 
 _PARTIALS, _PARTIAL_BYTES = 512, 32 * MIB  # the most of these, and their most bytes
 _TAP_BYTES, _PLANE = 32, 14 * 14  # of each tap of a grouped convolution's backward, for every so many pixels
 _MANY_ROWS, _MOST_BLOCKS = 64 * 1024, 32 * 1024  # of layer norm's backward
-_SUM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 4}  # of what numbers are added up in
+_SUM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 4}  # of the numbers that accumulate
 
 
 def _up(size: int, multiple: int) -> int:
@@ -54,7 +54,7 @@ def _up(size: int, multiple: int) -> int:
 
 
 def flash_attention_backward(kind: OpKind, target: Target) -> int:
-    """`dq_accum`, `softmax_d`, expanded dk and dv for grouped heads.
+    """Return the bytes of `dq_accum`, `softmax_d`, and for grouped heads expanded dk and dv.
 
     `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp and `_flash_attention_backward` in
     attention_backward.cu, torch 2.11 to 2.15; algorithms that need not be deterministic.
@@ -70,7 +70,7 @@ def flash_attention_backward(kind: OpKind, target: Target) -> int:
 
 
 def cudnn_attention_backward(kind: OpKind, target: Target) -> int:
-    """`dQ_accum` and `softmax_sum`, what cuDNN's frontend adds to the workspace; its engine may ask for more.
+    """Return the bytes that cuDNN's frontend adds, `dQ_accum` and `softmax_sum`; its engine may ask for more.
 
     `CompositeSDPABackwardNode` in node/scaled_dot_product_flash_attention.h of cudnn-frontend 1.23; cuDNN >= 9.0.
     The gradients of grouped keys and values are made for every query head, then summed: measured on an H100, where
@@ -85,7 +85,7 @@ def cudnn_attention_backward(kind: OpKind, target: Target) -> int:
 
 
 def efficient_attention(kind: OpKind, target: Target) -> int:
-    """An output in fp32 to add up in, where 16-bit values have more than 128 columns.
+    """Return the bytes of an fp32 output to accumulate in, if 16-bit values have more than 128 columns.
 
     `_efficient_attention_forward` in attention.cu and `kNeedsOutputAccumulatorBuffer` in
     mem_eff_attention/kernel_forward.h, torch 2.11 to 2.15.
@@ -96,9 +96,9 @@ def efficient_attention(kind: OpKind, target: Target) -> int:
 
 
 def efficient_attention_backward(kind: OpKind, target: Target) -> int:
-    """`delta`, fp32 blocks of dq, and of dk and dv where 16-bit heads are too wide for registers.
+    """Return the bytes of `delta`, fp32 blocks of dq, and of dk and dv if 16-bit heads are too wide for registers.
 
-    Where numbers are fp32, `delta` is the sum of a product of gradient and output.
+    For fp32, `delta` is the sum of a product of gradient and output.
 
     `_efficient_attention_backward` in attention_backward.cu, `Params::workspace_size` in
     mem_eff_attention/kernel_backward.h and the kernels of kernels/cutlassB.h for compute capability 8.0 and up, torch
@@ -118,10 +118,10 @@ def efficient_attention_backward(kind: OpKind, target: Target) -> int:
 
 
 def embedding_backward(kind: OpKind, target: Target) -> int:
-    """Sorted indices, segments, and one fp32 row for every partial segment (or one for every row of the table).
+    """Return the bytes of sorted indices, segments, and fp32 rows, one per partial segment or per row of the table.
 
     `embedding_dense_backward_cuda` in aten/src/ATen/native/cuda/Embedding.cu and `embedding_backward_cuda_kernel` in
-    EmbeddingBackwardKernel.cu, torch 2.11 to 2.15. The bytes of sorting are gone when the rows are made.
+    EmbeddingBackwardKernel.cu, torch 2.11 to 2.15. The buffers of sorting are freed before the rows are made.
     """
     gradient, indices, rows = argument(kind, 0), argument(kind, 1), int(kind.signature[0][2])
     count, width = indices.numel, gradient.shape[-1]
@@ -139,16 +139,16 @@ def embedding_backward(kind: OpKind, target: Target) -> int:
 
 
 def _is_fused(segments: int, partial: int, width: int, target: Target) -> bool:
-    """Whether few long segments are added atomically, without a row for each part (pytorch #172454, January 2026)."""
+    """Return whether few long segments are added atomically, without partial rows (pytorch #172454, January 2026)."""
     padded = _up(width, 32)
     blocks = -(-segments * padded // min(padded, _MOST_THREADS))
     return blocks < 4 * target.processors and partial > 4 * blocks
 
 
 def convolution(kind: OpKind, target: Target) -> int:
-    """The most that cuDNN usually asks for in forward: channels-last copies of input, result and weight.
+    """Return the usual maximum of cuDNN in forward: channels-last copies of input, result and weight.
 
-    It copies nothing that is channels last already or in groups, and no planes that a product reads as they are. Its
+    It copies nothing that is channels last already or in groups, and no planes that a product reads directly. Its
     heuristics may need less, and rarely more: see the top of this file. Fitted to 16-bit calls on an H100, cuDNN 9.19.
     """
     given, weight = argument(kind, 0), argument(kind, 1)
@@ -159,7 +159,7 @@ def convolution(kind: OpKind, target: Target) -> int:
 
 
 def convolution_backward(kind: OpKind, target: Target) -> int:
-    """The most that cuDNN usually asks for in backward: such copies, and partial sums of the weight's gradient."""
+    """Return the usual maximum of cuDNN in backward: such copies, and partial sums of the weight's gradient."""
     gradient, given, weight = (argument(kind, position) for position in range(3))
     planes = math.prod(given.shape[2:])
     if kind.signature[0][9] > 1:
@@ -175,24 +175,24 @@ def convolution_backward(kind: OpKind, target: Target) -> int:
 
 
 def _has_channels_last(given: Described, weight: Described) -> bool:
-    """Whether PyTorch lays out all tensors of a convolution with channels last, before cuDNN has them."""
+    """Return whether PyTorch gives all tensors of a convolution a channels-last layout before cuDNN sees them."""
     return len(given.shape) == 4 and any(each.is_channels_last and not each.is_contiguous for each in (given, weight))
 
 
 def _padded(tensor: Described) -> int:
-    """Bytes of a tensor with its channels padded to eight."""
+    """Return the bytes of a tensor with its channels padded to eight."""
     return tensor.size_bytes // tensor.shape[1] * _up(tensor.shape[1], 8)
 
 
 def _is_product(kind: OpKind, given: Described, weight: Described, at: int) -> bool:
-    """Whether a convolution is a product of planes that begin at multiples of 16 bytes; its stride is argument `at`."""
+    """Return whether a convolution is a product of planes aligned to 16 bytes; its stride is argument `at`."""
     stride, padding = kind.signature[0][at : at + 2]
     planes, taps = math.prod(given.shape[2:]), math.prod(weight.shape[2:])
     return taps == 1 and set(stride) == {1} and not any(padding) and planes * given.item_bytes % 16 == 0
 
 
 def product_with_4_bits(kind: OpKind, target: Target) -> int:
-    """The weight in the dtype of what it is multiplied with, and its scales in fp32, twice where they are quantised.
+    """Return the bytes of the dequantised weight, and of its fp32 scales, twice since they are quantised too.
 
     `_dequant_linear_fallback` in bitsandbytes/backends/cuda/ops.py, 0.50, which runs from 1,537 rows on. For fewer a
     kernel of its own may run, which needs none of it.
@@ -203,7 +203,7 @@ def product_with_4_bits(kind: OpKind, target: Target) -> int:
 
 
 def reduction(kind: OpKind, target: Target) -> int:
-    """Partial results of a sum that several blocks share (`reductions.py`)."""
+    """Return the bytes of the partial results of a sum that several blocks share (`reductions.py`)."""
     args, options = kind.signature
     shape, stride, dtype = args[0]["tensor"]
     result = (options.get("dtype") or {"dtype": dtype})["dtype"]
@@ -217,7 +217,7 @@ def reduction(kind: OpKind, target: Target) -> int:
 
 
 def layer_norm_backward(kind: OpKind, target: Target) -> int:
-    """Gradients of weight and bias by blocks of rows, where rows are many, and the sum over the blocks.
+    """Return the bytes of weight and bias gradients by blocks of rows, if rows are many, and of their sum.
 
     `LaunchGammaBetaBackwardCUDAKernel` in aten/src/ATen/native/cuda/layer_norm_kernel.cu, torch 2.8 to 2.15.
     """
@@ -233,32 +233,32 @@ def layer_norm_backward(kind: OpKind, target: Target) -> int:
 
 
 def softmax_backward(kind: OpKind, target: Target) -> int:
-    """The gradient times the result: `softmax_backward_cuda_out` in cuda/SoftMax.cu, torch 2.11 to 2.15."""
+    """Return the bytes of gradient times result: `softmax_backward_cuda_out` in cuda/SoftMax.cu, torch 2.11 to 2.15."""
     gradient, output = argument(kind, 0), argument(kind, 1)
     return output.numel * max(gradient.item_bytes, output.item_bytes)
 
 
 def _of_first(times: int) -> Callable[[OpKind, Target], int]:
-    """As much as the first argument, some times: operators that are made of others have it in between."""
+    """Return a formula of `times` the first argument's bytes, for operators made of others that hold it in between."""
     return lambda kind, target: times * argument(kind, 0).size_bytes
 
 
 def logsumexp(kind: OpKind, target: Target) -> int:
-    """Exponents, and the largest number of each row: `logsumexp_out_impl` in native/ReduceOps.cpp."""
+    """Return the bytes of exponents, and of each row's maximum: `logsumexp_out_impl` in native/ReduceOps.cpp."""
     given, dims = argument(kind, 0), kind.signature[0][1]
     return given.size_bytes + given.size_bytes // math.prod(given.shape[dim] for dim in dims)
 
 
 def safe_softmax(kind: OpKind, target: Target) -> int:
-    """Masks of what is left out, and of rows where all is: `_safe_softmax` in native/transformers/attention.cpp."""
+    """Return the bytes of masks of elements and of rows: `_safe_softmax` in native/transformers/attention.cpp."""
     given, dim = argument(kind, 0), int(kind.signature[0][1])
     return given.numel + given.numel // given.shape[dim]
 
 
 def masked_scatter(kind: OpKind, target: Target) -> int:
-    """A position for each number, the mask of all of them where it is expanded, and what CUB sums in.
+    """Return the bytes of a position for each number, of an expanded mask, and of CUB's sum.
 
-    `masked_scatter_cuda` in cuda/IndexKernel.cpp, torch 2.11 to 2.15; of CUB's bytes a little more than PyTorch's CUDA
+    `masked_scatter_cuda` in cuda/IndexKernel.cpp, torch 2.11 to 2.15; CUB's bytes are a little more than PyTorch's CUDA
     build asked for, from 12,288 to 4,194,304 numbers.
     """
     count, mask = argument(kind, 0).numel, argument(kind, 1)
@@ -267,7 +267,10 @@ def masked_scatter(kind: OpKind, target: Target) -> int:
 
 
 def index_put(kind: OpKind, target: Target) -> int:
-    """Sorting, where it adds: `index_put_with_sort_kernel` in cuda/Indexing.cu, torch 2.11 to 2.15."""
+    """Return the bytes of sorting, if it accumulates: `index_put_with_sort_kernel` in cuda/Indexing.cu.
+
+    The formula holds for torch 2.11 to 2.15.
+    """
     if not adds_up(kind):
         return 0
     indices = kind.signature[0][1]
@@ -278,10 +281,10 @@ def index_put(kind: OpKind, target: Target) -> int:
 
 
 def _sorting_bytes(count: int, columns: int, target: Target) -> int:
-    """Indices and positions, before, after and in between, and what CUB works in.
+    """Return the bytes of sorting: indices and positions, before, after and in between, and CUB's workspace.
 
-    Columns, and a little more than CUB's bytes, are what PyTorch's CUDA build asked for, from 64 to 16,777,216 indices.
-    CUDA 13.0's CUB, in the wheels of torch 2.11, takes a column more (measured on an H100).
+    The number of columns, and a little more than CUB's bytes, are those that PyTorch's CUDA build asked for, from 64 to
+    16,777,216 indices. CUDA 13.0's CUB, in the wheels of torch 2.11, takes a column more (measured on an H100).
     """
     columns += _is_before_2_12(target)
     return columns * count * _INDEX_BYTES + count // 3 + 4096
@@ -318,7 +321,7 @@ MEASURED_ONLY = ("convolution", "cudnn_convolution", "miopen_convolution", "_cud
 
 
 def workspace_bytes(kind: OpKind, target: Target) -> int:
-    """The kernel's own bytes: what is known of it, or by formula on a CUDA target; 0 where there is none."""
+    """Return the kernel's workspace: known, or by formula on a CUDA target; else 0."""
     if kind.workspace_bytes:
         return kind.workspace_bytes
     if target.device != "cuda":
@@ -328,7 +331,7 @@ def workspace_bytes(kind: OpKind, target: Target) -> int:
 
 
 def without_formula(kinds: Sequence[OpKind]) -> tuple[str, ...]:
-    """Operators of a step whose workspace is known only where it is measured, by name."""
+    """List by name the operators of a step whose workspace is known only if it is measured."""
     names = {kind.name.removeprefix("aten.").partition(".")[0] for kind in kinds}
     return tuple(sorted(name for name in names if name.startswith(MEASURED_ONLY)))
 
@@ -337,7 +340,7 @@ def without_formula(kinds: Sequence[OpKind]) -> tuple[str, ...]:
 
 
 def cublas_bytes(target: Target) -> int:
-    """cuBLAS's workspace for one handle and stream, as torch sets it, and what cublasLt has beside it.
+    """Return the bytes of cuBLAS's workspace for one handle and stream, as torch sets it, and of cublasLt's.
 
     `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on compute capability 9 (10 and 12
     from torch 2.12 on: pytorch #175344), else :4096:2:16:8. cublasLt shares it (pytorch #168175) in torch 2.13; in 2.11
@@ -352,12 +355,12 @@ def cublas_bytes(target: Target) -> int:
 
 
 def _is_before_2_12(target: Target) -> bool:
-    """Whether a torch is known to train there that is older than 2.12."""
+    """Return whether the target is known to train with a torch older than 2.12."""
     return bool(target.torch) and target.torch_release < (2, 12)
 
 
 def with_libraries(graph: Graph, bytes_per_handle: int) -> Graph:
-    """`graph` with the workspaces that libraries keep from the first step on."""
+    """Add to `graph` the workspaces that libraries keep from the first step on."""
     size = threads_that_multiply(graph) * bytes_per_handle
     if not size:
         return graph

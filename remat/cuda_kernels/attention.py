@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def dropout(device: Device, function: Call, input: Tensor, p: float, train: bool) -> Tensor:
-    """Rule 6. Dropout in place and of whole features is not fused on CUDA either, and has no row."""
+    """Run dropout by Rule 6. In place, or of whole features, it is not fused on CUDA either, and has no row."""
     if train and 0 < p < 1 and input.numel() > 0:
         return aten.native_dropout(input, p, True)[0]
     return function(input, p, train)
@@ -50,7 +50,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Rule 7."""
+    """Run attention by Rule 7."""
     if device.autocast:
         query, key, value, attn_mask = cast((query, key, value, attn_mask), device.autocast)
     call = _Attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -64,7 +64,7 @@ def attention(
 
 
 def _fused_takes(call: _Attention, dtypes: tuple[torch.dtype, ...], *, gqa: bool, one_kv: bool = True) -> bool:
-    """Check the requirements that every fused attention kernel has."""
+    """Return whether a call meets the requirements of every fused attention kernel."""
     query, key, _ = call.tensors
     if any(t.dim() != 4 or t.dtype != query.dtype or t.shape[0] != query.shape[0] for t in call.tensors):
         return False
@@ -135,7 +135,7 @@ def _cudnn_takes(call: _Attention, cudnn: CudnnAttention) -> bool:
 
 
 def _flash_attention(call: _Attention) -> Tensor:
-    """Heads are padded to a multiple of eight, outside of the kernel, and the padded tensors are saved."""
+    """Run flash attention: heads are padded to a multiple of eight, and the padded tensors are saved."""
     size = call.query.shape[-1]
     padded = [torch.nn.functional.pad(t, (0, -size % 8)) if size % 8 else t for t in call.tensors]
     scale = size**-0.5 if call.scale is None else call.scale
@@ -151,7 +151,7 @@ def _cudnn_attention(call: _Attention) -> Tensor:
 
 
 def _efficient_attention(call: _Attention) -> Tensor:
-    """The bias is laid out in rows of a multiple of eight, then expanded without a copy."""
+    """Run efficient attention: the bias gets rows of a multiple of eight, then is expanded without a copy."""
     bias = _additive(call.mask, call.query.dtype)
     if bias is not None:
         if any(stride % 8 for stride in bias.stride()[:-1]) or bias.stride(-1) != 1:
@@ -164,7 +164,7 @@ def _efficient_attention(call: _Attention) -> Tensor:
 
 
 def _unfused_attention(call: _Attention) -> Tensor:
-    """`_scaled_dot_product_attention_math`, step by step: its dropout and its sums differ on fakes."""
+    """Run `_scaled_dot_product_attention_math` step by step: its dropout and its sums differ on fakes."""
     dtype = call.query.dtype
     reduced = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     upcast = dtype in LOW_PRECISION and not reduced
@@ -189,7 +189,7 @@ def _unfused_attention(call: _Attention) -> Tensor:
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype, minimum: float = -torch.inf) -> Tensor | None:
-    """A bool mask as one that is added."""
+    """Turn a bool mask into one that is added."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.where(mask.logical_not(), minimum, torch.scalar_tensor(0.0, dtype=dtype))

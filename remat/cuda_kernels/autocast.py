@@ -60,14 +60,14 @@ def weight_cast_cache() -> Iterator[None]:
 
 
 def enter_autocast(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
-    """Stands for `_enter_autocast` in a graph: casts are decided already, only the cache is opened."""
+    """Replace `_enter_autocast` in a graph: casts are decided already, only the cache is opened."""
     context = weight_cast_cache()
     context.__enter__()
     return context
 
 
 def exit_autocast(context: contextlib.AbstractContextManager[None]) -> None:
-    """Stands for `_exit_autocast` in a graph."""
+    """Replace `_exit_autocast` in a graph."""
     context.__exit__(None, None, None)
 
 
@@ -88,10 +88,10 @@ def eligible(value: Any) -> bool:
 
 
 def cast(values: Sequence[Any], dtype: torch.dtype) -> tuple[Any, ...]:
-    """`values` with every tensor that autocast casts cast to `dtype`.
+    """Cast every tensor of `values` that autocast casts to `dtype`.
 
-    The last argument is cast first, as compiled C++ does (gcc evaluates the arguments of a call from right to left);
-    a list of tensors is one argument, and is cast from the left. The order decides which casts are alive together.
+    The last argument is cast first, as compiled C++ does (gcc evaluates the arguments of a call from right to left); a
+    list of tensors is one argument, and is cast from the left. The order decides which casts are alive together.
     """
     return tuple(reversed([tree_map(functools.partial(cast_one, dtype=dtype), value) for value in reversed(values)]))
 
@@ -99,13 +99,13 @@ def cast(values: Sequence[Any], dtype: torch.dtype) -> tuple[Any, ...]:
 def cast_call(
     args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`cast` of the arguments of a call; those that are named come last in its signature."""
+    """Cast the arguments of a call; keyword arguments come last in its signature."""
     named = cast([*kwargs.values()], dtype)
     return cast(args, dtype), dict(zip(kwargs, named, strict=True))
 
 
 def cast_one(value: Any, dtype: torch.dtype) -> Any:
-    """`value`, cast if it is a tensor that autocast casts."""
+    """Cast `value` if it is a tensor that autocast casts."""
     if not eligible(value) or value.dtype == dtype:
         return value
     is_weight = value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
@@ -118,28 +118,28 @@ def cast_one(value: Any, dtype: torch.dtype) -> Any:
 
 
 def lower_precision(device: Device, function: Call, *args: Any, **kwargs: Any) -> Any:
-    """Rule 1."""
+    """Run a function in the autocast dtype, by Rule 1."""
     if device.autocast:
         args, kwargs = cast_call(args, kwargs, device.autocast)
     return function(*args, **kwargs)
 
 
 def float32(device: Device, function: Call, *args: Any, **kwargs: Any) -> Any:
-    """Rule 2."""
+    """Run a function in float32 under autocast, by Rule 2."""
     if device.autocast:
         args, kwargs = cast_call(args, kwargs, torch.float32)
     return function(*args, **kwargs)
 
 
 def float32_result(device: Device, function: Call, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Rule 3."""
+    """Ask a function for a float32 result under autocast, by Rule 3."""
     if device.autocast and eligible(input) and asked_dtype(args, kwargs) is None:
         kwargs["dtype"] = torch.float32
     return function(input, *args, **kwargs)
 
 
 def promote(device: Device, function: Call, *args: Any, **kwargs: Any) -> Any:
-    """Rule 4."""
+    """Run a function in its widest dtype under autocast, by Rule 4."""
     if device.autocast:
         tensors = [value for value in tree_leaves((args, kwargs)) if eligible(value)]
         widest = torch.float32 if any(t.dtype == torch.float32 for t in tensors) else device.autocast

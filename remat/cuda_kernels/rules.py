@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
-import remat.cuda_kernels.stand_ins  # noqa: F401  what it defines is called through torch.ops
+import remat.cuda_kernels.stand_ins  # noqa: F401  its definitions are called through torch.ops
 from remat._torch.recording import memory_format_of, nll_loss_nd
 from remat.cuda_kernels.attention import attention, dropout
 from remat.cuda_kernels.autocast import (
@@ -33,7 +33,7 @@ Rule = Callable[..., Any]
 
 
 def name_of(function: Call) -> str:
-    """The dispatcher's name: `Tensor.__pow__` and `operator.pow` are pow, `torch.special.exp2` is exp2."""
+    """Return the dispatcher's name: `Tensor.__pow__` and `operator.pow` are pow, `torch.special.exp2` is exp2."""
     name = function.__name__
     if name.startswith("__") and name.endswith("__"):
         name = name[2:-2]
@@ -41,7 +41,7 @@ def name_of(function: Call) -> str:
 
 
 def softmax(device: Device, function: Call, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Rule 5: softmax and log-softmax."""
+    """Run softmax or log-softmax by Rule 5."""
     asked = asked_dtype(args, kwargs)
     if asked is None and device.autocast and eligible(input):
         asked = kwargs["dtype"] = torch.float32
@@ -53,7 +53,7 @@ def softmax(device: Device, function: Call, input: Tensor, *args: Any, **kwargs:
 
 
 def linear(device: Device, function: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Rule 8. torch adds the bias out of place for any subclass of Tensor, and fakes are one."""
+    """Run linear by Rule 8. torch adds the bias out of place for any subclass of Tensor, such as fakes."""
     if device.autocast:
         input, weight, bias = cast((input, weight, bias), device.autocast)
     if bias is None or input.dim() == 2 or input.is_contiguous():
@@ -74,7 +74,7 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
-    """Rule 9. Autocast leaves batch norm alone: it runs in the dtype of its input."""
+    """Run batch norm by Rule 9. Autocast leaves it alone: it runs in the dtype of its input."""
     has_statistics = running_mean is not None and running_var is not None
     if (
         cudnn_enabled
@@ -102,7 +102,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    """Rule 10."""
+    """Run layer norm by Rule 10."""
     if device.autocast:
         input, weight, bias = cast((input, weight, bias), torch.float32)
     if input.dtype in LOW_PRECISION:
@@ -118,7 +118,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """Rule 11. CUDA is unfused, as the CPU is, for mixed dtypes and channels-last inputs."""
+    """Run RMS norm by Rule 11. CUDA is unfused, as the CPU is, for mixed dtypes and channels-last inputs."""
     if device.autocast and RMS_NORM_IN_FLOAT32:
         input, weight = cast((input, weight), torch.float32)
     same_dtype = weight is None or weight.dtype == input.dtype
@@ -130,10 +130,10 @@ def rms_norm(
 def cross_entropy(
     device: Device, function: Call, input: Tensor, target: Tensor, weight: Tensor | None = None, *rest: Any
 ) -> Tensor:
-    """Rule 12. The C++ function asks log-softmax for the dtype of the logits, which autocast respects.
+    """Run cross-entropy by Rule 12. C++ asks log-softmax for the logits' dtype, which autocast respects.
 
-    `rest` is reduction, ignore_index, label_smoothing. Soft targets and label smoothing have no `nll_loss`
-    alone in them; their sums are approximated by casting the logits.
+    `rest` is reduction, ignore_index, label_smoothing. Soft targets and label smoothing do not run `nll_loss` alone;
+    their sums are approximated by casting the logits.
     """
     if not device.autocast or not eligible(input) or input.dtype == torch.float32:
         return function(input, target, weight, *rest)
@@ -146,14 +146,14 @@ def cross_entropy(
 
 
 def histc(device: Device, function: Call, input: Tensor, bins: int = 100, *args: Any, **kwargs: Any) -> Tensor:
-    """Rule 14. torch's shape function for fakes on the CPU refuses integers."""
+    """Run histc by Rule 14. torch's shape function for fakes on the CPU refuses integers."""
     if input.is_floating_point():
         return function(input, bins, *args, **kwargs)
     return input.new_empty(bins)
 
 
 def refuse(device: Device, function: Call, *args: Any, **kwargs: Any) -> Any:
-    """Rule 13."""
+    """Refuse a function by Rule 13."""
     raise CaptureError(
         f"`{name_of(function)}` cannot be planned for a CUDA device from here: its kernels are not modelled. "
         "Profile the workload on the device itself."
@@ -161,7 +161,7 @@ def refuse(device: Device, function: Call, *args: Any, **kwargs: Any) -> Any:
 
 
 def refuse_under_autocast(device: Device, function: Call, *args: Any, **kwargs: Any) -> Any:
-    """Rule 13, for what CUDA's autocast refuses too."""
+    """Refuse a function by Rule 13 if CUDA's autocast refuses it too."""
     if device.autocast:
         raise CaptureError(
             f"`{name_of(function)}` is an error under CUDA's autocast. Use `binary_cross_entropy_with_logits`."

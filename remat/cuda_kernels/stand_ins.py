@@ -30,7 +30,7 @@ def _contiguous_like(x: Tensor) -> Tensor:
 
 
 def _row_statistic(x: Tensor, dims: int) -> Tensor:
-    """One number a row, float32 for 16-bit inputs."""
+    """Make one number a row, float32 for 16-bit inputs."""
     dtype = torch.float32 if x.dtype in LOW_PRECISION else x.dtype
     return x.new_empty(*x.shape[: x.dim() - dims], *[1] * dims, dtype=dtype)
 

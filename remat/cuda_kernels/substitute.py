@@ -67,10 +67,10 @@ from remat.fusion.fuse import FUSED
 def substitute(
     graph_module: torch.fx.GraphModule, autocast: torch.dtype | None, *, cudnn_attention: CudnnAttention | None = None
 ) -> None:
-    """Replace, in place, what the nodes call by what CUDA calls; nodes keep number, order and names.
+    """Replace, in place, the functions that nodes call by those that CUDA calls; nodes keep number, order and names.
 
     autocast         dtype of the `torch.autocast` around the step, None without
-    cudnn_attention  what cuDNN's attention takes, where the device prefers it to flash attention
+    cudnn_attention  limits of cuDNN's attention, if the device prefers it to flash attention
     """
     regions = [autocast]
     enter, leave = autocast_marks()
@@ -184,7 +184,7 @@ def _is_torch(function: Call) -> bool:
 
 
 def _differs(function: Call, autocast: torch.dtype | None) -> bool:
-    """Whether CUDA may run this function differently from the CPU."""
+    """Return whether CUDA may run this function differently from the CPU."""
     if not hasattr(function, "__name__") or not _is_torch(function):
         return False
     if _is_python(function):
@@ -203,7 +203,7 @@ def _called(node: torch.fx.Node) -> Call | None:
 
 @functools.cache
 def _on_cuda(function: Call, device: Device) -> OnCuda:
-    """One object for equal targets, so that the code of a graph names it once."""
+    """Return one object for equal targets, so that the code of a graph names it once."""
     return OnCuda(function, device)
 
 
@@ -219,7 +219,7 @@ def _retarget(node: torch.fx.Node, target: OnCuda) -> None:
 
 @functools.cache
 def _without_overrides(function: types.FunctionType) -> Call:
-    """A Python function of torch that runs its own body, whatever `__torch_function__` is active."""
+    """Copy a Python function of torch so that it runs its own body, whatever `__torch_function__` is active."""
     never = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _never)
     copy = types.FunctionType(
         function.__code__, {**function.__globals__, **never}, function.__name__, None, function.__closure__

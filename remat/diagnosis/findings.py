@@ -65,7 +65,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """A run beside its plan; bytes. `wanted_bytes` counts a request that failed."""
+    """A run beside its plan, in bytes. `wanted_bytes` includes a request that failed."""
 
     findings: tuple[Finding, ...]
     predicted_bytes: int
@@ -123,7 +123,7 @@ class _Reasons:
         self.excess_bytes = wanted_bytes - self.predicted_bytes
 
     def found(self) -> list[Finding]:
-        """Every reason, in the order of the rules; never empty."""
+        """List every reason, in the order of the rules; never empty."""
         found = [] if self.snapshot.has_history else [self._no_history()]
         if self.excess_bytes > CLOSE * self.predicted_bytes:
             found += self._of_the_step()
@@ -167,7 +167,7 @@ class _Reasons:
         return [Finding("not applied", sentence, remedy, without - self.predicted_bytes)]
 
     def _batch(self) -> list[Finding]:
-        """Rule 3."""
+        """Find another batch size by Rule 3."""
         planned = self.plan.about.get("batch_size")
         if self.profile is None or not planned or not self.snapshot.has_history:
             return []
@@ -186,14 +186,14 @@ class _Reasons:
         return [Finding(kind, sentence, remedy, round(changes * (found / planned - 1)))]
 
     def _activation_sizes(self) -> list[int]:
-        """Sizes of what forward makes."""
+        """List the sizes of the storages that forward makes."""
         assert self.profile is not None
         graph = self.profile.graph
         forward = (graph.storages.birth < graph.forward_end) & (codes_of_storages(graph) <= HEAD)
         return graph.storages.size_bytes[forward].tolist()
 
     def _unknown(self, regions: Sequence[Region]) -> Iterator[Finding]:
-        """Rule 4."""
+        """Yield unknown allocations by Rule 4."""
         at = self.snapshot.peak_at
         if self.profile is None or at is None:
             return
@@ -257,9 +257,10 @@ class _Reasons:
 
 
 def batch_of(sizes: Sequence[int], activations: Sequence[int], planned: int) -> int | None:
-    """The batch whose activations would have the sizes that were asked for; None where none is sure. (Rule 3)
+    """Return the batch whose activations would have the requested sizes; None if none is sure. (Rule 3)
 
-    sizes  of all requests      activations  those that the planned step makes, for `planned` samples
+    sizes        of all requests
+    activations  sizes of those that the planned step makes, for `planned` samples
     """
     seen = collections.Counter(_rounded(size) for size in sizes)
     wanted = collections.Counter(size for size in activations if size >= SMALLEST)
@@ -275,7 +276,7 @@ def batch_of(sizes: Sequence[int], activations: Sequence[int], planned: int) -> 
         return met / total, of_them / asked_for
 
     candidates = [planned, *(batch for batch in range(1, MOST_TIMES * planned + 1) if batch != planned)]
-    # Sizes are rounded, so neighbours may be equally good: the planned one is best, then what divides evenly with it.
+    # Sizes are rounded, so neighbours may be equally good: prefer the planned one, then a large common divisor with it.
     best = max(candidates, key=lambda batch: (min(shares(batch)), math.gcd(batch, planned)))
     met, of_them = shares(best)
     return best if met >= SURE and of_them >= SOME else None
@@ -286,7 +287,7 @@ def _rounded(size: int) -> int:
 
 
 def _alive_at_peak(profile: Profile, regions: Sequence[Region]) -> list[int]:
-    """Sizes of everything that the planned step has alive at its peak, what is there before it included."""
+    """List the sizes of everything alive at the planned step's peak, including what exists before it."""
     graph = profile.graph
     memory = Memory(graph, profile.costs.workspace_per_op(graph))
     lives, at = memory.lives(regions), memory.curve(regions).peak_at
@@ -297,7 +298,7 @@ def _alive_at_peak(profile: Profile, regions: Sequence[Region]) -> list[int]:
 
 
 def blamed(allocation: Allocation) -> str:
-    """The line that asked for it: the innermost one of the user's, else the innermost. (Rule 4)"""
+    """Return the line that asked for it: the user's innermost one, else the innermost. (Rule 4)"""
     if not allocation.frames:
         return "a place that was not recorded"
     own = [frame for frame in allocation.frames if _is_the_users(frame)]

@@ -35,7 +35,7 @@ class Frame:
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
-    """A request that was met; `frames` from the innermost outward, empty where no stacks were recorded."""
+    """A request that was met; `frames` from the innermost outward, empty if no stacks were recorded."""
 
     address: int
     size_bytes: int
@@ -44,7 +44,7 @@ class Allocation:
 
 @dataclasses.dataclass(frozen=True)
 class SnapshotMoment:
-    """After one event: bytes that tensors had asked for, and bytes taken from the card."""
+    """The moment after one event: requested bytes of tensors, and bytes taken from the card."""
 
     requested_bytes: int
     reserved_bytes: int
@@ -52,7 +52,7 @@ class SnapshotMoment:
 
 @dataclasses.dataclass(frozen=True)
 class OutOfMemory:
-    """A request that the card could not meet: its size, what the card still had, and the moment before it."""
+    """A request that the card could not meet: its size, the bytes free on the card, and the moment before it."""
 
     size_bytes: int
     device_free_bytes: int
@@ -64,7 +64,7 @@ class Snapshot:
     """One device of a snapshot.
 
     events    in the order of time, as torch wrote them
-    alive     at the end
+    alive     allocations alive at the end
     reserved_bytes, requested_bytes  at the end
     """
 
@@ -79,7 +79,7 @@ class Snapshot:
 
     @functools.cached_property
     def moments(self) -> tuple[SnapshotMoment, ...]:
-        """After every event; the last is the end."""
+        """The moments after every event; the last is the end."""
         requested, reserved, found = self.requested_bytes, self.reserved_bytes, []
         for event in reversed(self.events):
             found.append(SnapshotMoment(requested, reserved))
@@ -113,12 +113,12 @@ class Snapshot:
 
     @property
     def sizes(self) -> list[int]:
-        """Of every request in the history, in order."""
+        """The sizes of every request in the history, in order."""
         return [event["size"] for event in self.events if event["action"] == "alloc"]
 
     @functools.cached_property
     def files(self) -> frozenset[str]:
-        """Every file that stands in a stack."""
+        """Every file that occurs in a stack."""
         named = {str(frame["filename"]) for event in self.events for frame in event.get("frames") or ()}
         return frozenset(named | {frame.filename for each in self.alive for frame in each.frames})
 
@@ -139,7 +139,7 @@ class Snapshot:
 
 
 def read(path: Path) -> Snapshot:
-    """The busiest device of the snapshot at `path`. Raises UsageError where it is none."""
+    """Read the busiest device of the snapshot at `path`. Raises UsageError if it is none."""
     try:
         with path.open("rb") as file:
             data = _PlainUnpickler(file).load()
@@ -158,7 +158,7 @@ def read(path: Path) -> Snapshot:
 
 
 def of_data(data: dict[str, Any]) -> Snapshot:
-    """The busiest device of a snapshot as torch makes it."""
+    """Return the busiest device of a snapshot as torch makes it."""
     segments: Sequence[dict[str, Any]] = data["segments"]
     traces: Sequence[Sequence[dict[str, Any]]] = data["device_traces"]
     devices = {segment.get("device", 0) for segment in segments} | {i for i, trace in enumerate(traces) if trace}
@@ -186,7 +186,7 @@ def _frames(of: dict[str, Any]) -> tuple[Frame, ...]:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads dictionaries, lists, text and numbers; a snapshot holds nothing else, and nothing is called."""
+    """Reads dictionaries, lists, text and numbers; a snapshot contains nothing else, and nothing is called."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no snapshot does")

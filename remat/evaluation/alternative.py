@@ -13,9 +13,9 @@ ALTERNATIVES = "alternatives"  # key of `Plan.about`
 class Alternative:
     """One answer to a budget.
 
-    numerics, offload  what to ask for, as in `remat.plan`; `offload` is None where nothing goes to the host
+    numerics, offload  arguments of `remat.plan` that select it; `offload` is None if nothing goes to the host
     form               of the step, for a person
-    peak_bytes, step_time_us, overhead, gap  as in a plan; None where there is none
+    peak_bytes, step_time_us, overhead, gap  as in a plan; None without a plan
     why                why there is no plan, else ""
     taken              whether it is the plan that was made
     """
@@ -32,13 +32,13 @@ class Alternative:
 
     @property
     def options(self) -> str:
-        """Options of the command line that take it."""
+        """Options of the command line that select it."""
         offload = f" --offload {self.offload}" if self.offload else ""
         return f"--numerics {self.numerics}{offload}"
 
 
 def in_two_lines(rows: Sequence[Alternative]) -> list[str]:
-    """The menu for a log: what each of the other answers adds to the step, and the options that take them."""
+    """Format the menu in two lines for a log: the time that each other answer adds, and how to select it."""
     others = [row for row in rows if row.overhead is not None and not row.taken]
     if not others:
         return []
@@ -49,5 +49,5 @@ def in_two_lines(rows: Sequence[Alternative]) -> list[str]:
 
 
 def alternatives_of(about: Mapping[str, Any]) -> tuple[Alternative, ...]:
-    """Those that a plan's `about` has; none where it was made without a menu."""
+    """Read the alternatives in a plan's `about`; none if it was made without a menu."""
     return tuple(Alternative(**row) for row in about.get(ALTERNATIVES, ()))

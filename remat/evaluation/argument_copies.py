@@ -50,7 +50,7 @@ class Described:
         return self._has_strides_of((0, 2, 1, 3))
 
     def _has_strides_of(self, order: Sequence[int]) -> bool:
-        """Whether memory has the dimensions in this order, without gaps; those of size 1 may be anywhere."""
+        """Return whether memory has the dimensions in this order, without gaps; those of size 1 may be anywhere."""
         step = 1
         for dim in reversed(order):
             if self.shape[dim] != 1 and self.stride[dim] != step:
@@ -60,7 +60,7 @@ class Described:
 
 
 def argument(kind: OpKind, position: int) -> Described:
-    """Return the tensor that an operator is given at a position."""
+    """Return the tensor argument of an operator at a position."""
     shape, stride, dtype = kind.signature[0][position]["tensor"]
     return Described(tuple(shape), tuple(stride), dtype)
 
@@ -72,7 +72,7 @@ def copies_of(kind: OpKind) -> tuple[int, ...]:
 
 
 def _unless(fits: Callable[[Described], bool], *positions: int) -> Callable[[OpKind], list[int]]:
-    """Of each argument at these positions that does not fit."""
+    """Return a function that lists the bytes of the arguments at these positions that do not fit."""
 
     def copied(kind: OpKind) -> list[int]:
         given = [argument(kind, position) for position in positions]
@@ -86,14 +86,14 @@ def _contiguous(*positions: int) -> Callable[[OpKind], list[int]]:
 
 
 def _roll(kind: OpKind) -> list[int]:
-    """`roll_common` in TensorTransformations.h rolls one dimension after the other; `roll_cuda` the last one."""
+    """List the copies of a roll: `roll_common` in TensorTransformations.h makes one for each dimension but the last."""
     args = kind.signature[0]
     rolled = max(len(args[2]) if len(args) > 2 else 0, 1)
     return _contiguous(0)(kind) if rolled == 1 else [(rolled - 1) * argument(kind, 0).size_bytes]
 
 
 def _convolution(*positions: int) -> Callable[[OpKind], list[int]]:
-    """Lay all out alike for cuDNN: channels last if input or weight are.
+    """Return a function that lists copies into cuDNN's layout: channels last if input or weight have it.
 
     `determine_backend_memory_format` and `_convolution` in native/Convolution.cpp, `cudnn_convolution_backward` in
     cudnn/ConvShared.cpp.
@@ -101,7 +101,7 @@ def _convolution(*positions: int) -> Callable[[OpKind], list[int]]:
 
     def copied(kind: OpKind) -> list[int]:
         given = [argument(kind, position) for position in positions]
-        has_planes = len(given[-1].shape) > 3  # in one dimension there is no such layout
+        has_planes = len(given[-1].shape) > 3  # one dimension has no such layout
         if has_planes and any(each.is_channels_last and not each.is_contiguous for each in given[-2:]):
             return [each.size_bytes for each in given if not each.is_channels_last]
         return [each.size_bytes for each in given if not each.is_contiguous]
@@ -110,28 +110,28 @@ def _convolution(*positions: int) -> Callable[[OpKind], list[int]]:
 
 
 def _added_values(kind: OpKind) -> list[int]:
-    """`index_put_with_sort_kernel` in cuda/Indexing.cu, which adds."""
+    """List the copies of an accumulating `index_put`: `index_put_with_sort_kernel` in cuda/Indexing.cu."""
     return _contiguous(2)(kind) if adds_up(kind) else []
 
 
 def adds_up(kind: OpKind) -> bool:
-    """Whether an `index_put` accumulates."""
+    """Return whether an `index_put` accumulates."""
     args = kind.signature[0]
     return len(args) > 3 and bool(args[3])
 
 
 def _by_token(*positions: int) -> Callable[[OpKind], list[int]]:
-    """Of attention's gradient and output: transformers/cuda/attention_backward.cu."""
+    """Return a function that lists copies of tensors not by token: transformers/cuda/attention_backward.cu."""
     return _unless(lambda each: each.is_by_token, *positions)
 
 
 def _by_planes(kind: OpKind) -> list[int]:
-    """Of a gradient of images that are neither contiguous nor channels last: cuda/UpSample*.cu, cuda/*Pool2d.cu."""
+    """List copies of image gradients neither contiguous nor channels last: cuda/UpSample*.cu, cuda/*Pool2d.cu."""
     return _unless(lambda each: each.is_contiguous or each.is_channels_last, 0)(kind)
 
 
 def _matrices(*positions: int) -> Callable[[OpKind], list[int]]:
-    """cuBLAS takes matrices without gaps in rows or in columns: `prepare_matrix_for_cublas` in cuda/Blas.cpp."""
+    """Return a function that lists copies of matrices with gaps: `prepare_matrix_for_cublas` in cuda/Blas.cpp."""
     return _unless(_is_for_cublas, *positions)
 
 

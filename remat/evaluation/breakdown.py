@@ -43,12 +43,12 @@ class Stack:
 
 
 def at_peak(memory: Memory, regions: Sequence[Region]) -> dict[str, int]:
-    """Bytes by category at the peak of the step; they add up to it."""
+    """Return the bytes by category at the peak of the step, which they add up to."""
     return at(memory, regions, memory.curve(regions).peak_at)
 
 
 def at(memory: Memory, regions: Sequence[Region], position: int) -> dict[str, int]:
-    """Bytes by category at a position of the timeline."""
+    """Return the bytes by category at a position of the timeline."""
     lives = memory.lives(regions)
     alive = (lives.birth <= position) & (lives.death >= position)
     codes, sizes = _codes(memory, lives)[alive], lives.size_bytes[alive]
@@ -64,7 +64,7 @@ def at(memory: Memory, regions: Sequence[Region], position: int) -> dict[str, in
 
 
 def by_module(memory: Memory, regions: Sequence[Region], position: int) -> dict[str, int]:
-    """Bytes of activations, logits and loss at a position, by the module that makes them, the largest first.
+    """Return activation, logit and loss bytes at a position by the module that makes them, the largest first.
 
     Layers are taken together: their numbers are written as `*`.
     """
@@ -79,7 +79,7 @@ def by_module(memory: Memory, regions: Sequence[Region], position: int) -> dict[
 
 
 def over_time(memory: Memory, regions: Sequence[Region]) -> Stack:
-    """Bytes by category at every operator of the step."""
+    """Return the bytes by category at every operator of the step."""
     lives, curve = memory.lives(regions), memory.curve(regions)
     codes, count = _codes(memory, lives), len(lives.op)
     parts = {name: np.full(count, size) for name, size in memory.graph.fixed_bytes.items()}
@@ -98,7 +98,7 @@ def over_time(memory: Memory, regions: Sequence[Region]) -> Stack:
 
 
 def _codes(memory: Memory, lives: Lives) -> np.ndarray:
-    """Index into `NAMES` for every life of a storage; what has come back from the host stands last."""
+    """Return the category, an index into `NAMES`, of every life of a storage; fetched offloads come last."""
     codes = codes_of_storages(memory.graph)[lives.storage]
     again = np.arange(len(codes)) >= len(memory.graph.storages.birth)
     again[len(codes) - len(memory.offloads) :] = False
@@ -106,7 +106,7 @@ def _codes(memory: Memory, lives: Lives) -> np.ndarray:
 
 
 def codes_of_storages(graph: Graph) -> np.ndarray:
-    """Index into `NAMES` for every storage, where it is not made again."""
+    """Return the category, an index into `NAMES`, of every storage that is not recomputed."""
     made_by, birth = graph.storages.node, graph.storages.birth
     layers = [i for i, node in enumerate(graph.nodes) if block_of(node.module)]
     head = layers[-1] + 1 if layers else len(graph.nodes)

@@ -51,10 +51,10 @@ def _none() -> np.ndarray:
 class Curve:
     """A step under a plan, one entry per operator that runs.
 
-    alive_bytes  bytes alive during it, fixed bytes, workspaces and outputs held from the step before included
+    alive_bytes  bytes alive during it, including fixed bytes, workspaces and outputs held from the step before
     op           the recorded operator: in a recomputation maybe a cast from before its region (Rule 7)
     region       index of the top-level region that it recomputes for, -1 in forward, backward and optimizer
-    executed     False where a saved node's operator is only replayed from what was saved
+    executed     False for an operator of a saved node that is only replayed
     """
 
     alive_bytes: np.ndarray
@@ -73,7 +73,7 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lives:
-    """Every storage of a step under a plan, once per time that it is made, and the timeline that it lives on.
+    """The lives of every storage of a step under a plan, one for each time that it is made, and their timeline.
 
     storage, size_bytes, birth, death  columns over lives: a storage of the graph, and the positions between which it
                                        is alive
@@ -98,7 +98,7 @@ class _Copies:
 
 
 def _joined(parts: Sequence[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """All parts in one array, and the number of the part that each entry is from."""
+    """Join the parts into one array, and return it with the number of the part of each entry."""
     if not parts:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     lengths = [len(part) for part, _ in parts]
@@ -113,10 +113,10 @@ class Recomputation:
     release        last operator during which its inputs are kept
     level          0, or 1 for an inner one
     saved_tensors  rows of `Graph.saved_tensors` that it makes again
-    inner          those of the regions that it holds
+    inner          recomputations of its inner regions
     casts          storages of older casts that it makes again, in order
     cast_at        operators before which it makes them (Rule 7)
-    used           of `saved_tensors`, when each was last used, if that is by a backward within the forward (Rule 9)
+    used           last use of each of `saved_tensors`, if that is by a backward within the forward (Rule 9)
     start          its position on the timeline
     """
 
@@ -153,7 +153,7 @@ class Recomputation:
 
 
 def _placed(recomputations: Sequence[Recomputation], by: np.ndarray, ops: np.ndarray) -> np.ndarray:
-    """Positions on the timeline of operators, each of the recomputation that `by` says."""
+    """Return the timeline positions of operators, each in the recomputation that `by` gives."""
     shift = np.array([r.start - r.first for r in recomputations], dtype=np.int64)
     placed = shift[by] + ops
     for i, r in enumerate(recomputations):
@@ -164,7 +164,7 @@ def _placed(recomputations: Sequence[Recomputation], by: np.ndarray, ops: np.nda
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """The parts of `Recomputation` that do not depend on where a region without inner regions stands."""
+    """The parts of `Recomputation` that do not depend on the place of a region without inner regions."""
 
     first: int
     stop: int
@@ -180,7 +180,7 @@ class _Leaf:
 
 
 class Memory:
-    """The evaluator for one Graph; `workspace_bytes` per operator is what kernels take beside their outputs.
+    """The evaluator for one Graph; `workspace_bytes` are those of every operator's kernel.
 
     offloads  storages that every plan judged here has on the host between forward and backward
     """
@@ -199,13 +199,13 @@ class Memory:
         self.node_end = np.array([node.end for node in graph.nodes], dtype=np.int64)
 
     def offloading(self, offloads: Sequence[Offload]) -> Memory:
-        """The evaluator of plans with these offloads; what was computed about the graph is shared."""
+        """Return the evaluator of plans with these offloads; both share what was computed about the graph."""
         other = copy.copy(self)
         other.offloads = tuple(offloads)
         return other
 
     def inputs(self, first: int, end: int) -> frozenset[int]:
-        """Storages, made before node `first`, of the values that nodes first..end-1 take. (Rule 3)"""
+        """Return the storages from before node `first` whose values nodes first..end-1 take. (Rule 3)"""
         key = (first, end)
         if key not in self._inputs:
             nodes = self.graph.nodes
@@ -214,7 +214,7 @@ class Memory:
         return self._inputs[key]
 
     def _inputs_array(self, region: Region) -> np.ndarray:
-        """`inputs` of a region, in order."""
+        """Return `inputs` of a region as a sorted array."""
         key = (region.first, region.end)
         if key not in self._input_arrays:
             self._input_arrays[key] = np.array(sorted(self.inputs(*key)), dtype=np.int64)
@@ -227,28 +227,28 @@ class Memory:
 
     @functools.cached_property
     def peak_without_checkpointing(self) -> int:
-        """Peak of the step as it runs where there is no plan; where that is not known, of a plan of no regions."""
+        """Peak of the step without a plan; if unknown, that of a plan without regions."""
         return max(self.peak_without_regions, int(self.graph.untraced_bytes.max(initial=0)))
 
     def first_step_peak(self, regions: Sequence[Region]) -> int:
-        """Peak of the very first step, in which the optimizer makes its state."""
+        """Return the peak of the very first step, in which the optimizer allocates its state."""
         graph, curve = self.graph, self.curve(regions)
         alive = curve.alive_bytes - self.held_outputs_bytes(curve.op, curve.region)  # there is no step before
         before = alive[curve.op < graph.backward_end].max()
-        if graph.about.get(STEP_IN_BACKWARD):  # its state comes within backward: no more is alive than later
+        if graph.about.get(STEP_IN_BACKWARD):  # its state is made within backward: later steps have as much alive
             return int(before)
         return max(int(before) - graph.fixed_bytes.get(OPTIMIZER_STATE, 0), graph.first_step_bytes)
 
     def saved_tensors_in(self, first: int, end: int) -> np.ndarray:
-        """Indices of the saves made by nodes first..end-1, in order."""
+        """Return the indices of the saves made by nodes first..end-1, in order."""
         low, high = np.searchsorted(self.graph.saved_tensors.node, (first, end))
         return np.arange(low, high)
 
     def curve(self, regions: Sequence[Region], *, plain: tuple[int, int] | None = None) -> Curve:
-        """Bytes alive at every operator of a step under `regions` (disjoint, in order).
+        """Compute the bytes alive at every operator of a step under `regions` (disjoint, in order).
 
-        plain  count what autograd keeps outside regions for nodes first..end-1 only: the share of one run, for
-               the rows of the integer program
+        plain  of autograd's saves outside regions, count only those of nodes first..end-1: the share of one run,
+               for the rows of the integer program
         """
         lives = self.lives(regions, plain)
         change = np.zeros(len(lives.op) + 1, dtype=np.int64)
@@ -267,7 +267,7 @@ class Memory:
         return sizes
 
     def lives(self, regions: Sequence[Region], plain: tuple[int, int] | None = None) -> Lives:
-        """When every storage of the step is alive: the recorded ones first, then those made again, then copies."""
+        """Compute when every storage is alive: the recorded ones first, then recomputed ones, then copies."""
         recomputations = self.recomputations(regions)
         position, ops, owner = self.timeline(recomputations)
         storages = self.graph.storages
@@ -300,14 +300,14 @@ class Memory:
         )
 
     def saved_storages(self, region: Region) -> np.ndarray:
-        """Storages that a region saves for its saved nodes: what they allocate, casts aside. (Rule 7)"""
+        """Return the storages that a region saves: those that its saved nodes allocate, without casts. (Rule 7)"""
         if not region.saved:
             return np.zeros(0, dtype=np.int64)
         return np.sort(np.concatenate([self._allocated[node] for node in region.saved]))
 
     @functools.cached_property
     def _allocated(self) -> list[np.ndarray]:
-        """For every node the storages that it allocates, casts aside."""
+        """The storages that each node allocates, without casts."""
         storages = self.graph.storages
         own = np.flatnonzero((storages.cast == 0) & (storages.node >= 0))
         own = own[np.argsort(storages.node[own], kind="stable")]
@@ -315,32 +315,35 @@ class Memory:
         return [own[a:b] for a, b in itertools.pairwise(borders)]
 
     def recompute_time_us(self, regions: Sequence[Region], op_time_us: np.ndarray) -> float:
-        """Time of everything that runs a second (third, ...) time under `regions`."""
+        """Return the time of all operators that run a second (third, ...) time under `regions`."""
         curve = self.curve(regions)
         again = (curve.region >= 0) & curve.executed
         return float(op_time_us[curve.op[again]].sum())
 
     def nested_time(self, region: Region, time_until: np.ndarray) -> int:
-        """Time of recomputing `region` and its inner regions, from the time of all operators before each."""
+        """Return the time of recomputing `region` and its inner regions.
+
+        time_until  the time of all operators before each one
+        """
         return sum(self.time_of(r, time_until) for r in self.recomputations([region]))
 
     def time_of(self, r: Recomputation, time_until: np.ndarray) -> int:
-        """Time of recomputation `r` alone, whatever it saves."""
+        """Return the time of recomputation `r` alone, ignoring its saves."""
         cast = self.graph.storages.birth[r.casts]
         return int(time_until[r.stop] - time_until[r.first] + (time_until[cast + 1] - time_until[cast]).sum())
 
     def recomputed_nodes(self, regions: Sequence[Region]) -> int:
-        """Count the nodes that are called again, a node of an inner region once for each level."""
+        """Count recomputed nodes; a node of an inner region counts once for each level."""
         count = 0
         for r in self.recomputations(regions):
             last = self._last_called(r.region)
             count += last + 1 - r.region.first - sum(v <= last for v in r.region.saved)
         return count
 
-    # How the timeline comes about
+    # Building the timeline
 
     def recomputation(self, region: Region) -> Recomputation | None:
-        """When and how far `region` is recomputed; None if nothing of it is asked for."""
+        """Return the recomputation of `region` for the step's own backward; None if it is not recomputed."""
         found = [r for r in self.recomputations([region]) if r.level == 0]
         return found[-1] if found else None  # that of the step's own backward
 
@@ -361,7 +364,7 @@ class Memory:
         return None if leaf is None else leaf.of(region, top, level)
 
     def _within_forward(self, region: Region, top: int) -> Iterator[Recomputation]:
-        """The recomputations of a region for backwards within the forward. (Rule 9)"""
+        """Yield the recomputations of a region for backwards within the forward. (Rule 9)"""
         inner, rows = self.graph.inner, self.saved_tensors_in(region.first, region.end)
         asked = np.isin(inner.row, rows)
         for task in np.unique(inner.task[asked]):
@@ -371,7 +374,7 @@ class Memory:
             yield dataclasses.replace(leaf, saved_tensors=inner.row[requests], used=used)
 
     def _leaf(self, region: Region) -> _Leaf | None:
-        """The recomputation of a region that holds no regions. (Rule 4)"""
+        """Return the recomputation of a region without inner regions; None if nothing of it is unpacked. (Rule 4)"""
         table, rows = self.graph.saved_tensors, self.saved_tensors_in(region.first, region.end)
         asked = table.unpack[rows]
         return self._leaf_of(region, rows, int(asked[asked >= 0].min())) if (asked >= 0).any() else None
@@ -391,9 +394,9 @@ class Memory:
         )
 
     def _casts_again(self, region: Region, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """(storages of casts, before which operators): casts from before `region` that its recomputation makes again.
+        """Return (casts, operators): older casts that a recomputation makes again, and before which operators.
 
-        (Rule 7)
+        (Rule 7).
         """
         if not self._reuses:
             return _none(), _none()
@@ -414,7 +417,7 @@ class Memory:
         return int(self.node_end[region.end - 1]) if self._holds_context(region) else last_save
 
     def _last_called(self, region: Region) -> int:
-        """The last node of `region` that its recomputation calls; it goes up to where the last inner region begins."""
+        """Return the last node of `region` that its recomputation calls, at most where the last inner region begins."""
         if self._holds_context(region):
             return region.end - 1
         saving = self.graph.saved_tensors.node[self.saved_tensors_in(region.first, region.end)]
@@ -428,7 +431,7 @@ class Memory:
         return [part.first for part in region.inner if self.inputs(part.first, part.end) or self._takes_fixed(part)]
 
     def _takes_fixed(self, region: Region) -> bool:
-        """Whether `region` is handed a parameter or the like; a counter's is not, for autograd need not keep it."""
+        """Return whether `region` takes a parameter or the like, except a counter, which autograd need not keep."""
         nodes = self.graph.nodes[region.first : region.end]
         return any(node.takes_fixed and node.effect != "counter" for node in nodes)
 
@@ -437,13 +440,13 @@ class Memory:
 
     @functools.cached_property
     def _in_context(self) -> np.ndarray:
-        """How many nodes before each are inside a context or close one."""
+        """The number of nodes before each that are inside a context or close one."""
         nodes = self.graph.nodes
         inside = [node.in_context or (i > 0 and nodes[i - 1].in_context) for i, node in enumerate(nodes)]
         return np.concatenate([[0], np.cumsum(inside)])
 
     def _outer(self, region: Region, top: int, inner: list[Recomputation]) -> Recomputation | None:
-        """The recomputation of a region that holds regions. (Rule 5)"""
+        """Return the recomputation of a region with inner regions; None if nothing of it is unpacked. (Rule 5)"""
         table, rows = self.graph.saved_tensors, self.saved_tensors_in(region.first, region.end)
         starts, ends = ([getattr(part, side) for part in region.inner] for side in ("first", "end"))
         holder = np.searchsorted(starts, table.node[rows], side="right") - 1
@@ -470,7 +473,7 @@ class Memory:
         )
 
     def timeline(self, recomputations: list[Recomputation]) -> tuple[_Position, np.ndarray, np.ndarray]:
-        """(map from recorded operators to positions, operator at each position, its region or -1)."""
+        """Return (map from operators to positions, operator at each position, its region or -1)."""
         count = self.graph.op_count
         triggers = np.array([r.trigger for r in recomputations], dtype=np.int64)
         lengths = np.array([r.length for r in recomputations], dtype=np.int64)
@@ -495,7 +498,7 @@ class Memory:
     def _deaths_of_originals(
         self, regions: Sequence[Region], recomputations: list[Recomputation], only: tuple[int, int] | None
     ) -> np.ndarray:
-        """Last recorded operator during which each storage made in forward is alive. (Rules 1-3)"""
+        """Return the last operator during which each storage from forward is alive. (Rules 1-3)"""
         table = self.graph.saved_tensors
         death = self.graph.storages.death.copy()
         plain = np.flatnonzero(table.storage >= 0)
@@ -533,7 +536,7 @@ class Memory:
     def _kept_by_inner_backwards(
         self, regions: Sequence[Region], only: tuple[int, int] | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(storages, until when) that graphs of backwards within the forward keep as forward made them. (Rule 9)"""
+        """Return (storages, last operators) that graphs of backwards within the forward keep. (Rule 9)"""
         inner, table = self.graph.inner, self.graph.saved_tensors
         storage, site = table.storage[inner.row], self.inner_sites
         found = (inner.kept >= 0) & (storage >= 0)
@@ -547,14 +550,14 @@ class Memory:
 
     @functools.cached_property
     def inner_sites(self) -> np.ndarray:
-        """For every request of a backward within the forward the node in which that runs."""
+        """The node in which each request of a backward within the forward runs."""
         inner = self.graph.inner
         return self.graph.op_node[inner.unpack] if inner else inner.unpack
 
     def _made_again(
         self, recomputations: list[Recomputation], position: _Position
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """(storages made again, their births, their deaths, which recomputation makes them). (Rules 4, 5 and 7)"""
+        """Return (recomputed storages, births, deaths, index of the recomputation). (Rules 4, 5 and 7)"""
         storages, table = self.graph.storages, self.graph.saved_tensors
         first = np.array([r.first for r in recomputations], dtype=np.int64)
         stop = np.array([r.stop for r in recomputations], dtype=np.int64)
@@ -586,7 +589,7 @@ class Memory:
             until = position(np.array([part.trigger for part in outer.inner])) - 1
             np.maximum.at(death, keeps[own] + place[i], until[inner[own]])
             rows, inner_of_row = _joined([(part.saved_tensors, k) for k, part in enumerate(outer.inner)])
-            # A pair (inner region, storage) as one number, to find the saves of what that region takes.
+            # A pair (inner region, storage) as one number, to find the saves of the region's inputs.
             pairs = inner_of_row * (1 << 32) + table.storage[rows]
             again = rows[np.isin(pairs, inner[own] * (1 << 32) + keeps[own])]
             live_until_used(again, np.full(len(again), i))
@@ -597,7 +600,7 @@ class Memory:
         return columns[0], columns[1], columns[2], columns[3]
 
     def _used_by(self, r: Recomputation) -> np.ndarray:
-        """When each of the saves that `r` makes again was last used."""
+        """Return the last use of each save that `r` makes again."""
         return self.graph.saved_tensors.used[r.saved_tensors] if r.used is None else r.used
 
     def _cast_again(
@@ -615,7 +618,7 @@ class Memory:
         return casts, birth, death, by
 
     def _idle(self, recomputations: list[Recomputation]) -> Iterator[tuple[int, Region, int]]:
-        """Inner regions that run in a recomputation and are never asked for a save: (which, region, end in operators).
+        """Yield (index, region, end) for inner regions that rerun although none of their saves is unpacked.
 
         They keep their inputs while they run. (Rule 5)
         """
@@ -626,7 +629,7 @@ class Memory:
                     yield i, part, min(int(self.node_end[part.end - 1]), r.stop)
 
     def _copies(self, recomputations: list[Recomputation], position: _Position) -> _Copies:
-        """Copies of module state, counted with the first storage of their node. (Rule 6)"""
+        """Return copies of module state, counted with the first storage of their node. (Rule 6)"""
         table = self.graph.saved_tensors
         rows, by = _joined([(r.saved_tensors, i) for i, r in enumerate(recomputations)])
         stop = np.array([r.stop for r in recomputations], dtype=np.int64)
@@ -638,7 +641,7 @@ class Memory:
     def _fetched(
         self, regions: Sequence[Region], recomputations: list[Recomputation], position: _Position, death: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(offloaded storages, their births and deaths after the fetch); ends their first lives in `death`. (Rule 8)"""
+        """Return (offloaded storages, births and deaths after the fetch); end their first lives in `death`. (Rule 8)"""
         if not self.offloads:
             return _none(), _none(), _none()
         storage = np.array([each.storage for each in self.offloads], dtype=np.int64)
@@ -650,7 +653,7 @@ class Memory:
         return storage, np.minimum(fetches, asked), last
 
     def event(self, recomputations: list[Recomputation], position: _Position, node: int) -> int:
-        """Return the position at which `node` is needed: by its region's recomputation, or by its save outside."""
+        """Return the position at which `node` is needed: by its region's recomputation, or by its own save."""
         for r in recomputations:
             if r.level == 0 and node in r.region:
                 return r.start
@@ -663,7 +666,7 @@ class Memory:
     ) -> np.ndarray:
         """Return for every storage its first use in backward, by a save outside regions or as a region's input.
 
-        What a region has saved counts as asked for when its recomputation begins, as what it takes does.
+        Saved values and inputs of a region are first used when its recomputation begins.
         """
         never = np.iinfo(np.int64).max
         first = np.full(len(self.graph.storages.birth), never, dtype=np.int64)
@@ -680,7 +683,7 @@ class Memory:
 
     @functools.cached_property
     def _first_storage(self) -> np.ndarray:
-        """For every node a storage that it makes, or 0."""
+        """A storage that each node makes, or 0."""
         first = np.zeros(len(self.graph.nodes), dtype=np.int64)
         made = self.graph.storages.node >= 0
         first[self.graph.storages.node[made][::-1]] = np.flatnonzero(made)[::-1]
@@ -701,7 +704,7 @@ class Memory:
 
     @functools.cached_property
     def _counting(self) -> np.ndarray:
-        """The operators of nodes that count something, ascending: they are not recomputed."""
+        """The operators of counter nodes, ascending; they are not recomputed."""
         counters = [i for i, node in enumerate(self.graph.nodes) if node.effect == "counter"]
         each = [np.arange(self.node_first[i], self.node_end[i]) for i in counters]
         return np.concatenate([np.zeros(0, dtype=np.int64), *each])

@@ -23,7 +23,7 @@ class Chunk:
     """One loss head in slices.
 
     call    the graph call that it is in        head    its number among the heads of that graph, see `find_heads`
-    slices  into how many its rows are cut      module  path of what makes its logits, for a person to read
+    slices  number of slices of its rows        module  path of the module that makes its logits, for a person
     """
 
     call: int
@@ -36,7 +36,7 @@ class Chunk:
 
 
 def chunks_of(about: Mapping[str, Any]) -> tuple[Chunk, ...]:
-    """The chunks of a recorded step or a plan, out of its `about`."""
+    """Read the chunks of a recorded step or a plan from its `about`."""
     return tuple(Chunk(**row) for row in about.get(CHUNKS, ()))
 
 
@@ -44,8 +44,8 @@ def chunks_of(about: Mapping[str, Any]) -> tuple[Chunk, ...]:
 class Form:
     """The changes to a captured step: chunked losses, chunked MLPs, fused groups.
 
-    chunks  losses, in slices                 fused  whether groups run as kernels
-    rows    into how many slices runs of nodes are cut that act by row (`chunking/rows.py`); 0: they are left whole
+    chunks  the chunked losses                 fused  whether groups run as kernels
+    rows    number of slices of chunked rows (`chunking/rows.py`), such as MLPs; 0: they stay whole
     """
 
     chunks: tuple[Chunk, ...] = ()
@@ -62,7 +62,7 @@ class Form:
         return dataclasses.replace(self, chunks=tuple(dataclasses.replace(each, slices=1) for each in self.chunks))
 
     def to_json(self) -> dict[str, Any]:
-        """Entries of an `about`."""
+        """Return the entries of an `about`."""
         rows = {ROWS: self.rows} if self.rows else {}
         return {CHUNKS: [dataclasses.asdict(chunk) for chunk in self.chunks], FUSED: self.fused, **rows}
 
@@ -71,7 +71,7 @@ CAPTURED = Form()
 
 
 def form_of(about: Mapping[str, Any]) -> Form:
-    """The form of a recorded step or a plan, out of its `about`."""
+    """Read the form of a recorded step or a plan from its `about`."""
     return Form(chunks_of(about), bool(about.get(FUSED)), int(about.get(ROWS, 0)))
 
 

@@ -21,13 +21,13 @@ PASSES = "passes"  # likewise: how many forwards with their backwards a step has
 class Forward:
     """One call in a step.
 
-    module    path of what is called; "" for the model itself
-    first     its first graph call                    calls   how many it makes
-    like      an earlier forward that was traced as the same graphs; itself where there is none
-    elements  of the tensors that it is given, by name
-    given     what it is given, as `Graph.about["batch"]` has it
-    masks     what its batch means for attention, as `Graph.about["masks"]` has it
-    autocast  under which it runs, None without
+    module    path of the module that is called; "" for the model itself
+    first     its first graph call                    calls   number of its graph calls
+    like      an earlier forward with the same graphs; its own number if there is none
+    elements  of its input tensors, by name
+    given     its arguments, as in `Graph.about["batch"]`
+    masks     attention masks of its batch, as in `Graph.about["masks"]`
+    autocast  the dtype of autocast, None without
     ended     whether a backward goes through it before the next forward (a step against an adversary of its own)
     """
 
@@ -46,7 +46,7 @@ class Forward:
 
 
 def forwards_of(about: Mapping[str, Any], graph_calls: int) -> tuple[Forward, ...]:
-    """The forwards of a recorded step or a plan of so many graph calls, out of its `about`."""
+    """Read the forwards of a recorded step or a plan with `graph_calls` from its `about`."""
     if FORWARDS in about:
         return tuple(Forward(**row) for row in about[FORWARDS])
     masks = about.get("masks", {"padded": True, "packed": True})  # plans from before there was a choice
@@ -55,12 +55,12 @@ def forwards_of(about: Mapping[str, Any], graph_calls: int) -> tuple[Forward, ..
 
 
 def is_plain(forwards: Sequence[Forward]) -> bool:
-    """Whether a step calls its model once, and nothing else."""
+    """Return whether a step calls its model once, and nothing else."""
     return len(forwards) == 1 and not forwards[0].module
 
 
 def without_sizes(about: Mapping[str, Any]) -> dict[str, Any]:
-    """`about` of a plan that is not to be held to the size of its batch."""
+    """Return `about` without the sizes of the batch, which are not compared then."""
     kept = {name: value for name, value in about.items() if not name.startswith("batch_")}
     if FORWARDS in kept:
         kept[FORWARDS] = [{**row, "elements": {}} for row in kept[FORWARDS]]

@@ -32,14 +32,14 @@ import numpy as np
 from remat.evaluation.identity import Identity, NodeId, canonical
 from remat.units import gib
 
-OPTIMIZER_STATE = "optimizer state"  # in `Graph.fixed_bytes`: what the first step lacks
+OPTIMIZER_STATE = "optimizer state"  # in `Graph.fixed_bytes`: missing in the first step
 STATE = "state of the model"  # in `Graph.fixed_bytes`: tensors that it keeps, and that are no parameters or buffers
 FROM_HOST = "remat.from_host.default"  # an operator: bytes of optimizer state that come from the host
 STEP_IN_BACKWARD = "step_in_backward"  # key of `Graph.about`: see `TrainingLoop`
-LIBRARY_WORKSPACES = "library workspaces"  # in `Graph.fixed_bytes`: what cuBLAS keeps, see `workspaces.py`
+LIBRARY_WORKSPACES = "library workspaces"  # in `Graph.fixed_bytes`: kept by cuBLAS, see `workspaces.py`
 WRAPPED_NUMBERS = "numbers"  # in `Graph.fixed_bytes`: Python numbers that autograd keeps as tensors on the CPU
-CHUNKED_ROWS = "chunked_rows("  # how `Node.op` of a run of nodes in slices begins
-OUTSIDE = -1  # Node.call of what the step computes outside the captured graphs
+CHUNKED_ROWS = "chunked_rows("  # prefix of `Node.op` for chunked rows
+OUTSIDE = -1  # Node.call of operators outside the captured graphs
 CAST = "aten._to_copy.default"  # the operator kind that changes the dtype
 MADE_AGAIN = (CAST, "aten.lift_fresh.default")  # kinds whose result is never saved; the second brings in a constant
 DRAWN_LENGTHS = "drawn_lengths"  # key of `Graph.about`: whether lengths of sequences depend on what the batch draws
@@ -53,30 +53,30 @@ DRAWN_OUTSIDE = "drawn_outside"  # ... lines of forwards that draw numbers outsi
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """One operator of a captured fx graph (or, with call = OUTSIDE, what the step ran between two graphs).
+    """One operator of a captured fx graph; with call = OUTSIDE, the operators that the step ran between two graphs.
 
     name           its name in the fx graph
-    op             what it calls, as text
+    op             its callee, as text
     module         path of the module that it is in
-    call           which graph call of the step it belongs to
+    call           the step's graph call that it belongs to
     inputs         nodes whose values it takes
-    values         storages that its value refers to (fixed ones left out); of what ran between two graphs, those that a
-                   later node takes
+    values         storages that its value refers to, without fixed ones; between two graphs, those that a later node
+                   takes
     first          first of its forward operators
     end            one past its last forward operator
-    random         it draws random numbers
-    effect         what it does to storages older than itself: "" nothing, "batch_norm" and "counter" update module
+    random         whether it draws random numbers
+    effect         its effect on storages older than itself: "" none, "batch_norm" and "counter" update module
                    state in a known way, "other" updates the state of a module in a way that must happen exactly once
     mutates        older nodes whose values it changes in place
-    single_tensor  its value is a single tensor, so that it can enter and leave a region
-    in_context     a context (autocast, no_grad) is open after it that a later node closes
+    single_tensor  whether its value is a single tensor, so that it can enter and leave a region
+    in_context     whether a context (autocast, no_grad) is open after it that a later node closes
     graph_inputs   those of `inputs` that are nodes of the same graph call
-    takes_fixed    it takes a tensor that was there before the step: a parameter, a buffer, the batch
+    takes_fixed    whether it takes a tensor from before the step: a parameter, a buffer, the batch
     reused         storages of cached autocast copies of weights: an older node made them, and this node uses them
                    without taking them as inputs
-    reused_at      operators before which those copies would be made otherwise
+    reused_at      operators before which those copies would otherwise be made
     anchor, tensors, draws, made_bytes  see `identity.NodeId`
-    slice_ends     of a loss in slices: how many operators have run when each of them ends, but for the last
+    slice_ends     for a chunked loss: operators run by the end of each slice but the last
     """
 
     name: str
@@ -115,15 +115,15 @@ _BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
 
 
 def block_of(module: str) -> str | None:
-    """The outermost numbered module that `module` is part of: a layer of the model. None outside layers."""
+    """Return the outermost numbered module around `module`, a layer of the model; None outside layers."""
     match = _BLOCK.match(module)
     return match[0] if match else None
 
 
 def fingerprint(rows: Iterable[tuple[str, str, list[int]]]) -> str:
-    """Hash of a captured graph: (what a node calls, its module, ordinals of its inputs) for every node in order.
+    """Hash a captured graph: (callee, module, ordinals of inputs) of every node in order.
 
-    Shapes, names and versions are left out. Only plans of file version 1 are known by nothing else: two versions of a
+    Shapes, names and versions are left out. Plans of file version 1 are identified by this alone: two versions of a
     library spell one graph in two ways, see `identity.py`.
     """
     return hashlib.sha256(json.dumps(list(rows)).encode()).hexdigest()[:16]
@@ -147,7 +147,7 @@ class OpKind:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Operator and signature: what kernels' own bytes are known by in a replay."""
+        """Operator and signature: the key of workspaces in a replay."""
         return self.name, json.dumps(self.signature)
 
 
@@ -155,9 +155,9 @@ class OpKind:
 class Storages:
     """Columns over storages: size, first and last operator of their local life, producing node (-1 in backward).
 
-    cast   1 where the producing operator only changes the dtype, or brings in a constant: such a result is never saved,
-            it is made again
-    over   1 where the operator after its last writes its result over it (`recording/in_place.py`)
+    cast   1 if the producing operator only changes the dtype, or brings in a constant: such a result is never saved,
+           but recomputed
+    over   1 if the next operator after its last writes its result over it (`recording/in_place.py`)
     """
 
     size_bytes: np.ndarray
@@ -203,8 +203,8 @@ class InnerBackward:
 
     row     of `SavedTensors`          task  numbers the backward
     unpack  operators run before       used  last operator of the gradient function that asked for it
-    kept    last operator during which the inner backward's own graph keeps what it was given, for the backward of the
-            step; -1 if it does not
+    kept    last operator during which the inner backward's own graph keeps the tensor, for the backward of the step;
+            -1 if it does not
     """
 
     row: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -218,16 +218,16 @@ class InnerBackward:
 
     @property
     def backwards(self) -> int:
-        """How many backwards there are, the step's own included."""
+        """Number of backwards, including the step's own."""
         return 1 + len(np.unique(self.task))
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One parameter: what the states of training hold for it, for sharding them.
+    """One parameter and the sizes of its training states, for sharding them.
 
-    gradient_bytes  0 where it needs no gradient      state_bytes  of the optimizer, after its first step
-    gradient        storage that is its gradient when it is whole; -1: none, or one from before the step
+    gradient_bytes  0 if it needs no gradient         state_bytes  of the optimizer, after its first step
+    gradient        storage of its complete gradient; -1: none, or one from before the step
     state_tensors   `state_bytes` tensor by tensor; empty in files from before it was recorded
     """
 
@@ -245,16 +245,16 @@ class Graph:
 
     op_kind, op_node   columns over operators: index into `kinds`, and the node it belongs to: in forward the node
                        that ran it, in backward the node whose gradient it computes
-    fixed_bytes        what was there before the step, by category
-    parameter_gradients  storages that are a parameter's gradient when it is whole
-    about              where it came from: workload, batch size, sequence length, dtype policy, device, versions
+    fixed_bytes        bytes from before the step, by category
+    parameter_gradients  storages of parameters' complete gradients
+    about              its origin: workload, batch size, sequence length, dtype policy, device, versions
     parameters         one by one, in the order of the model
     gathered           storages that sharding added: shards of other ranks, while they are needed
     first_step_bytes   most bytes alive while the optimizer runs for the first time, and makes its state; 0: not known
-    untraced_bytes     alive during every operator of the same step where nothing is traced (`untraced.py`): fixed bytes
-                       and kernels' own included; empty: not known
-    held_outputs       what the step before left behind and this one replaces, as (bytes, operators before which it is
-                       there): outputs that the loop still holds, and what the model itself keeps
+    untraced_bytes     alive during every operator of the same step without a trace (`untraced.py`), including fixed
+                       bytes and workspaces; empty: not known
+    held_outputs       tensors of the step before that this one replaces, as (bytes, operators before which they exist):
+                       outputs that the loop still holds, and state of the model itself
     inner              backwards within the forward; empty in nearly every step
     """
 
@@ -286,12 +286,12 @@ class Graph:
 
     @functools.cached_property
     def is_made_again(self) -> np.ndarray:
-        """For every operator whether its result is made again where its node is saved."""
+        """For every operator, whether its result is recomputed even if its node is saved."""
         return np.array([kind.name in MADE_AGAIN for kind in self.kinds], dtype=bool)[self.op_kind]
 
     @property
     def unseen_bytes(self) -> int:
-        """Of the fixed bytes what no replay sees: Python numbers kept as tensors, libraries' workspaces."""
+        """Fixed bytes that no replay sees: Python numbers kept as tensors, libraries' workspaces."""
         return self.fixed_bytes.get(WRAPPED_NUMBERS, 0) + self.fixed_bytes.get(LIBRARY_WORKSPACES, 0)
 
     @functools.cached_property
@@ -364,7 +364,7 @@ class Graph:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Graph:
-        """Inverse of `to_json`; raises KeyError, TypeError or ValueError where `data` is not a Graph."""
+        """Read a graph from the result of `to_json`. Raises KeyError, TypeError or ValueError for other data."""
         nodes = tuple(_node_from_json(row) for row in data["nodes"])
         return Graph(
             nodes=nodes,
@@ -406,7 +406,7 @@ def _columns_from_json(columns: dict[str, list[int]]) -> dict[str, np.ndarray]:
 
 
 def forward_alone_bytes(graph: Graph) -> int:
-    """The most that the forward of `graph` makes at once, where autograd keeps nothing of it."""
+    """Return the peak bytes that the forward of `graph` allocates if autograd keeps nothing."""
     change, found = np.zeros(graph.forward_end + 2, dtype=np.int64), graph.storages
     made = found.birth < graph.forward_end
     np.add.at(change, found.birth[made], found.size_bytes[made])

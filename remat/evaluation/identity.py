@@ -76,7 +76,7 @@ _SAME = {
 
 
 def canonical(called: str) -> str:
-    """One spelling of what a captured node calls, of function, method and operator alike."""
+    """Return one spelling of the callee of a captured node, for function, method and operator alike."""
     name = called.removeprefix("call_method:").replace(" ", "_")
     if name.startswith("__") and name.endswith("__"):
         name = name[2:-2]
@@ -85,12 +85,12 @@ def canonical(called: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class NodeId:
-    """Identify a node of a graph call.
+    """Identifies a node of a graph call.
 
     op      canonical operator             module   path of the module that it is in
     takes   ordinals of the nodes whose values it takes
-    anchor  it costs or keeps something    tensors  that it is given, parameters and inputs included, scalars not
-    draws   it may draw random numbers     made_bytes  of loose nodes: what it allocates
+    anchor  it costs or keeps something    tensors  number of its tensor inputs, parameters included
+    draws   it may draw random numbers     made_bytes  bytes that a loose node allocates
     """
 
     op: str
@@ -110,9 +110,9 @@ Identity = tuple[NodeId, ...]  # the nodes of one graph call, in order
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The first anchor in which two graphs differ; None where one of them ends before it.
+    """The first anchor in which two graphs differ; None for a graph that has ended before it.
 
-    position  how many anchors are the same before it
+    position  number of equal anchors before it
     """
 
     position: int
@@ -136,10 +136,10 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Where the nodes of a planned graph call are in another graph: `to[i]`, or -1 where node i has no counterpart.
+    """The places of a planned graph call's nodes in another graph: `to[i]`, or -1 if node i has no counterpart.
 
-    more_bytes  what loose nodes allocate here and did not when planned, at most
-    more_of     the one that allocates most of that
+    more_bytes  upper bound on the bytes that loose nodes allocate and did not when planned
+    more_of     the node that allocates most of that
     """
 
     to: tuple[int, ...]
@@ -153,9 +153,9 @@ class Fit:
         return self.to == tuple(range(self.count))
 
     def positions(self, planned: int) -> range:
-        """Return the positions here of that between nodes `planned`-1 and `planned`, nearest to the former first.
+        """Return the positions here that lie between nodes `planned`-1 and `planned`, nearest to the former first.
 
-        More than one where nodes that only this graph has stand between the two.
+        There are several if nodes that only this graph has stand between the two.
         """
         before = next((self.to[i] for i in range(planned - 1, -1, -1) if self.to[i] >= 0), -1)
         after = next((self.to[i] for i in range(planned, len(self.to)) if self.to[i] >= 0), self.count)
@@ -163,9 +163,9 @@ class Fit:
 
 
 def compare(planned: Identity, found: Identity, *, same_shapes: bool = True) -> Fit | Difference:
-    """Whether `found` is the graph `planned`.
+    """Compare two graphs: return how `found` fits the graph `planned`, or their first difference.
 
-    same_shapes  whether both are of one batch; of others the bytes of loose nodes cannot be compared, only their number
+    same_shapes  whether both are of one batch; otherwise loose nodes are compared by number, not by bytes
     """
     ours, theirs = _anchors(planned), _anchors(found)
     for position, ((i, one), (j, other)) in enumerate(zip(ours, theirs, strict=False)):
@@ -184,7 +184,7 @@ def compare(planned: Identity, found: Identity, *, same_shapes: bool = True) -> 
 
 
 def key_of(identity: Identity) -> str:
-    """A name for a graph call: that of every other that is the same, however spelled."""
+    """Return a name for a graph call, the same for every equal graph, however spelled."""
     return hashlib.sha256(repr([key for _, key in _anchors(identity)]).encode()).hexdigest()[:16]
 
 
@@ -192,7 +192,7 @@ _Key = tuple[str, str, int, tuple[int, ...]]
 
 
 def _anchors(identity: Identity) -> list[tuple[int, _Key]]:
-    """(ordinal, what is compared) of every anchor; wiring is among anchors, through whatever lies between."""
+    """Return (ordinal, compared properties) of every anchor; edges connect anchors, through any loose nodes between."""
     sources: list[frozenset[int]] = []
     found: list[tuple[int, _Key]] = []
     for i, node in enumerate(identity):
@@ -205,7 +205,7 @@ def _anchors(identity: Identity) -> list[tuple[int, _Key]]:
 
 
 def _aligned(planned: Identity, ours: Sequence[int], found: Identity, theirs: Sequence[int]) -> tuple[int, ...]:
-    """Anchors by their number, and loose nodes between the same two anchors by operator and module."""
+    """Align anchors by number, and loose nodes between the same two anchors by operator and module."""
     to = [-1] * len(planned)
     begin, start = 0, 0
     for i, j in zip((*ours, len(planned)), (*theirs, len(found)), strict=True):
@@ -225,7 +225,7 @@ def _aligned(planned: Identity, ours: Sequence[int], found: Identity, theirs: Se
 
 
 def _more(planned: Identity, found: Identity, same_shapes: bool) -> list[tuple[int, NodeId]]:
-    """(bytes, node) of what loose nodes of `found` allocate beyond those of `planned` in the same module."""
+    """List (bytes, node) of loose nodes in `found` that allocate more than those planned in the same module."""
     room: dict[str, list[int]] = {}
     for node in planned:
         if node.made_bytes >= LOOSE_BYTES:
@@ -247,7 +247,7 @@ def _more(planned: Identity, found: Identity, same_shapes: bool) -> list[tuple[i
 
 
 def to_lines(identity: Identity) -> list[str]:
-    """`identity` as lines that a person can read and `from_lines` reads back."""
+    """Write `identity` as lines for people, which `from_lines` reads back."""
     return [
         f"{'~' if node.draws else '*' if node.anchor else '.'} {node.op} {','.join(map(str, node.takes)) or '-'} "
         f"{node.tensors} {node.made_bytes} {node.module}"
@@ -256,7 +256,7 @@ def to_lines(identity: Identity) -> list[str]:
 
 
 def from_lines(lines: Sequence[str]) -> Identity:
-    """Inverse of `to_lines`; raises ValueError for anything else."""
+    """Read the result of `to_lines`. Raises ValueError for anything else."""
     return tuple(map(_from_line, lines))
 
 
@@ -270,7 +270,7 @@ def _from_line(line: str) -> NodeId:
 
 @dataclasses.dataclass(frozen=True)
 class Unlike:
-    """Why a graph is not that of a graph call of the plan; without `difference` it is not known where they differ."""
+    """Why a graph is not that of a graph call of the plan; without `difference`, the place is not known."""
 
     call: int
     nodes: int
@@ -295,11 +295,11 @@ def position_of(planned: int, fit: Fit, cuts: Collection[int] | None) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where single nodes of a plan are in the graph calls at hand; by default where they were planned.
+    """The places of a plan's nodes in the graph calls at hand; by default, as planned.
 
-    fits    of the calls that are known, by number
-    cuts    of each where regions may begin or end, None where that does not matter
-    firsts  (call, ordinal) of nodes that begin a region: they stand for a border
+    fits    fits of the known calls, by number
+    cuts    positions of each call where regions may begin or end, None if that does not matter
+    firsts  (call, ordinal) of nodes that begin a region: they represent a border
     """
 
     fits: Mapping[int, Fit] = dataclasses.field(default_factory=dict)
@@ -321,7 +321,7 @@ class Places:
         return found
 
     def border(self, call: int, ordinal: int) -> int:
-        """The node before the border that is planned behind a node."""
+        """Return the node before the border that is planned behind a node."""
         if call not in self.fits:
             return ordinal
         return position_of(ordinal + 1, self.fits[call], self.cuts[call]) - 1

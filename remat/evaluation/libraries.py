@@ -13,7 +13,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "_scaled_mm"
 
 
 def multiplies(kind: OpKind) -> bool:
-    """Whether an operator asks cuBLAS for a product."""
+    """Return whether an operator calls cuBLAS for a product."""
     return kind.name.removeprefix("aten.").partition(".")[0] in _PRODUCTS
 
 

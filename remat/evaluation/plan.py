@@ -59,12 +59,12 @@ class Region:
 class Offload:
     """A storage that is kept from forward to backward, and on the host meanwhile.
 
-    storage  which one of the graph's
-    release  node of forward after which compute waits for the copy, and the device's memory is let go
+    storage  index in the graph
+    release  node of forward after which compute waits for the copy, and the device's memory is freed
     fetch    node before whose recomputation or backward memory is allocated, and the copy back begins. If it is the
-             first of a region: when the region is recomputed. If it is in none: when anything that it saved is asked
-             for. What is asked for earlier comes back then.
-    after_slices  where `release` is a loss in slices: it is let go of when so many of them have run; 0: when all have
+             first of a region: when the region is recomputed. If it is in no region: when any of its saves is unpacked.
+             A storage that is needed earlier is fetched then.
+    after_slices  if `release` is a chunked loss, the number of slices after which it is freed; 0: all
     """
 
     storage: int
@@ -90,7 +90,7 @@ class RegionRef:
     saved   nodes whose outputs are kept
     random  nodes that draw random numbers: recomputed with the generator state that they had in forward
     once    nodes that update module state: not done again when recomputed
-    module  path of the module whose forward the region is, "" where it is a run of nodes
+    module  path of the module whose forward the region is, "" for a run of nodes
     """
 
     first: NodeRef
@@ -113,10 +113,10 @@ class RegionRef:
 class OffloadRef:
     """An `Offload` by reference.
 
-    node         the node whose value it is, be it that a region saves it, or while which autograd saves it
-    save         None: the value of `node`; else how many tensors autograd saves before it while `node` runs
+    node         the node whose value it is, or during which autograd saves it
+    save         None: the value of `node`; else the number of tensors that autograd saves before it during `node`
     size_bytes   of the storage
-    host_offset  where it lies in the host's memory, in bytes; what is asked for first lies first
+    host_offset  its place in the host's memory, in bytes, in the order of use
     after_slices  see `Offload`
     """
 
@@ -130,7 +130,7 @@ class OffloadRef:
 
 
 class AllocatorPeaks(TypedDict, total=False):
-    """Bytes of CUDA's caching allocator for a step, simulated under `settings` for so many `steps`."""
+    """Bytes of CUDA's caching allocator for a step, simulated under `settings` over `steps` steps."""
 
     requested_bytes: int
     allocated_bytes: int
@@ -143,26 +143,26 @@ class Prediction(TypedDict, total=False):
     """The predicted peak and time of the whole step. A file of an older version may lack some keys.
 
     peak_bytes            of the replay, or of the evaluator if it was not replayed: `judged_by` says which
-    evaluator_peak_bytes  where the evaluator expects another: of modules, of compiled steps
+    evaluator_peak_bytes  the evaluator's peak if it differs, as for modules and compiled steps
     peak_at               the operator, for a person
-    step_time_us          recomputation included: the device's, or the host's where that takes longer
-    recompute_time_us     of it, the device's time for recomputation
-    overhead              what the plan adds, over the step without one
+    step_time_us          including recomputation: the device's or the host's time, whichever is longer
+    recompute_time_us     the device's time for recomputation, a part of it
+    overhead              time that the plan adds, over the step without one
     breakdown             bytes at the peak, by category
-    unmeasured_kernels    how many kinds of operators have estimated times in a measured profile
+    unmeasured_kernels    number of kinds of operators with estimated times in a measured profile
     allocator             under the settings assumed, and with or without expandable segments
-    form_time_us          what another form of the step adds, in `overhead` too: slices add, fused groups take away
-    stall_us              what the step waits for copies, in `overhead` too
-    offloaded_bytes       of activations, that go to the host and come back
-    state_host_bytes      of the optimizer's state, that is on the host between its steps
-    state_wait_us         what an optimizer step waits for it; in `step_time_us` with and without a plan
-    weights_host_bytes    of frozen weights, that are on the host but for two layers at a time
-    weights_wait_us       what the step waits for them, in `overhead` too
+    form_time_us          time of another form beyond the captured step's, in `overhead` too; fused groups save time
+    stall_us              time that the step waits for copies, in `overhead` too
+    offloaded_bytes       activations that go to the host and come back
+    state_host_bytes      optimizer's state that is on the host between its steps
+    state_wait_us         time that an optimizer step waits for it; in `step_time_us` with and without a plan
+    weights_host_bytes    frozen weights on the host, where two layers at a time are on the device
+    weights_wait_us       time that the step waits for them, in `overhead` too
     whole_loss_overhead   of the plan for the captured step, if one fits
-    sliced_overhead       of the best plan with slices, where it is better by too little to be taken
-    host_us               what the host needs to launch the step without a plan, where the host takes longer than the
-                          device with a plan or without; `host_again_us` is what the plan adds
-    device_us             what the device needs to run it; `device_again_us` is what the plan adds
+    sliced_overhead       of the best plan with chunks, if it gains too little to be taken
+    host_us               time to launch the step without a plan, if the host takes longer than the device with a plan
+                          or without; `host_again_us` is the time that the plan adds
+    device_us             time to run it on the device; `device_again_us` is the time that the plan adds
     """
 
     peak_bytes: int
@@ -194,7 +194,7 @@ class Prediction(TypedDict, total=False):
 class Proof(TypedDict, total=False):
     """The solver's verdict on its plan: status, objective, lower bound and gap.
 
-    objective_us  recomputation that the plan takes    bound_us  what no plan of the space stays below
+    objective_us  recompute time of the plan    bound_us  lower bound for all plans of the space
     gap           (objective - bound) / max(objective, 1 us); in other forms of the step than the captured one, both
                   counted from the cheapest form
     interrupted   True if the user pressed Ctrl-C before it was done; else absent
@@ -228,7 +228,7 @@ class Plan:
     Attributes:
         regions: The regions, each with its saved nodes.
         fingerprints: Of the graph, one for each call.
-        about: Workload, batch size, sequence length, dtype policy, versions, and what captures and executions add;
+        about: Workload, batch size, sequence length, dtype policy, versions, and facts from captures and executions;
             open, so that a plan of a younger version can be read and told apart.
         target: The planned device.
         costs: "measured" or "estimated".
@@ -265,17 +265,17 @@ class Plan:
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
-        """Other answers to the budget, beside this one; none where the plan was made without `menu=True`."""
+        """Other answers to the budget, beside this one; none if the plan was made without `menu=True`."""
         return alternatives_of(self.about)
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of the host's memory that offloads take."""
+        """The bytes of host memory that offloads take."""
         return max((each.host_offset + each.size_bytes for each in self.offloads), default=0)
 
     @property
     def is_of_modules(self) -> bool:
-        """Whether its regions are the forward of whole modules."""
+        """Whether its regions are the forwards of whole modules."""
         return any(region.module for region in self.regions)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -284,7 +284,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """Read a plan file. Raises `UsageError` where it is missing, corrupt or of a newer version."""
+        """Read a plan file. Raises `UsageError` if it is missing, corrupt or of a newer version."""
         return Plan.from_json(read_json(Path(path), FORMAT, VERSION, "plan"), str(path))
 
     def to_json(self) -> dict[str, Any]:
@@ -369,7 +369,7 @@ class Plan:
 
 
 def bound_by_host(plan: Plan) -> list[str]:
-    """A sentence where launching the step takes longer than running it: how long, and what the plan then costs."""
+    """List a sentence if launching the step takes longer than running it, with both times."""
     predicted = plan.predicted
     if "device_us" not in predicted:
         return []
@@ -381,7 +381,7 @@ def bound_by_host(plan: Plan) -> list[str]:
 
 
 def device_overhead(plan: Plan) -> float:
-    """The share that the plan adds to the device's time, which is what bounds and curves are of."""
+    """Return the overhead in the device's time, which bounds and curves use."""
     predicted = plan.predicted
     if "device_us" not in predicted:
         return predicted["overhead"]
@@ -389,12 +389,12 @@ def device_overhead(plan: Plan) -> float:
 
 
 def drawn(about: Mapping[str, Any]) -> list[str]:
-    """Sentences about random numbers that a plan depends on."""
+    """List sentences about random numbers that a plan depends on."""
     return [*drawn_lengths(about), *drawn_outside(about)]
 
 
 def drawn_lengths(about: Mapping[str, Any]) -> list[str]:
-    """A sentence where the peak is that of lengths which the batch drew while planning."""
+    """List a sentence if the peak depends on lengths that the batch drew while planning."""
     if not about.get(DRAWN_LENGTHS):
         return []
     return [
@@ -412,7 +412,7 @@ def traced_branches(about: Mapping[str, Any]) -> list[str]:
 
 
 def drawn_outside(about: Mapping[str, Any]) -> list[str]:
-    """Say where a forward draws numbers that torch does not, what that costs, and the remedy; empty where none does."""
+    """Say where a forward draws numbers outside torch, the cost, and the remedy; empty if it does not."""
     if not (lines := about.get(DRAWN_OUTSIDE)):
         return []
     return [
@@ -422,7 +422,7 @@ def drawn_outside(about: Mapping[str, Any]) -> list[str]:
 
 
 def node_refs(graph: Graph) -> list[NodeRef]:
-    """Every node of a graph by reference."""
+    """List every node of a graph by reference."""
     ordinals: dict[int, int] = {}
     refs = []
     for node in graph.nodes:
@@ -435,7 +435,7 @@ def node_refs(graph: Graph) -> list[NodeRef]:
 def to_refs(
     graph: Graph, regions: tuple[Region, ...], modules: Sequence[tuple[int, int, str]] | None = None
 ) -> tuple[RegionRef, ...]:
-    """`regions` by reference, as the plan file holds them; `modules` as in `Space`."""
+    """Convert `regions` to references, as in the plan file; `modules` as in `Space`."""
     path_of = {(first, end): path for first, end, path in modules or ()}
     refs = node_refs(graph)
 
@@ -457,7 +457,7 @@ def to_refs(
 
 
 def from_refs(graph: Graph, regions: tuple[RegionRef, ...]) -> tuple[Region, ...]:
-    """Inverse of `to_refs` on a graph with the same fingerprints."""
+    """Convert the references of `to_refs` to regions, on a graph with the same fingerprints."""
     index = {(ref.call, ref.ordinal): i for i, ref in enumerate(node_refs(graph))}
 
     def region_of(ref: RegionRef) -> Region:
@@ -492,7 +492,7 @@ def _offload_from_json(row: dict[str, Any]) -> OffloadRef:
 
 
 def _identities_to_json(identities: tuple[Identity, ...]) -> dict[str, Any]:
-    """Every graph once, and which of them each call is: a loop over layers calls one graph many times."""
+    """Write every distinct graph once, and the graph of each call: a loop over layers repeats one graph."""
     different = list(dict.fromkeys(identities))
     return {
         "calls": [different.index(identity) for identity in identities],
@@ -506,7 +506,7 @@ def _identities_from_json(data: dict[str, Any]) -> tuple[Identity, ...]:
 
 
 def _execution_from_json(data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(how the plan executes, what else `about` says); files before version 3 said it in two fields."""
+    """Return (execution, the rest of `about`); files before version 3 have two fields for it."""
     about = dict(data["about"])
     if "execution" in data:
         found = data["execution"]
@@ -521,7 +521,7 @@ def _execution_from_json(data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that no half-written file can be seen; raises `UsageError` if it cannot be."""
+    """Write `text` to `path` so that no half-written file is ever visible. Raises `UsageError` if that fails."""
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
@@ -537,7 +537,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def read_json(path: Path, form: str, version: int, what: str) -> dict[str, Any]:
-    """The JSON document at `path`, if it is a `form` of at most `version`; otherwise a `UsageError`."""
+    """Read the JSON document at `path`. Raises `UsageError` unless it is a `form` of at most `version`."""
     try:
         data = json.loads(path.read_text())
     except FileNotFoundError:

@@ -21,7 +21,7 @@ from remat.evaluation.graph import FORWARD_ALONE, Graph, OpKind, SavedTensors, S
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recorded:
-    """A record whose sizes are not rounded, and what an allocator that rounds makes of what was there before the step.
+    """A record whose sizes are not rounded, with the rounded fixed bytes.
 
     fixed_bytes  as in the graph, but rounded      batch_bytes  of each tensor of the batch, not rounded
     """
@@ -43,7 +43,7 @@ class Family:
     alignment_bytes: int
 
     def at(self, batch_size: int) -> Graph:
-        """The step at `batch_size`; sizes that are no whole number are rounded up."""
+        """Return the step at `batch_size`, with fractional sizes rounded up."""
         low, high = self.low.graph, self.high.graph
         begin, end = low.about["batch_size"], high.about["batch_size"]
 
@@ -89,7 +89,7 @@ class Family:
             fixed_bytes={**self.low.fixed_bytes, "batch": int(self._rounded(batch).sum())},
             held_outputs=tuple((int(self._rounded(np.asarray(size))), until) for size, until in bare.held_outputs),
         )
-        # Storages of the untraced step are not known one by one: rounding takes there what it does at the traced peak.
+        # Storages of the untraced step are not known one by one: rounding adds as much there as at the traced peak.
         more = Memory(rounded).peak_without_regions - Memory(bare).peak_without_regions
         untraced_bytes = line(low.untraced_bytes, high.untraced_bytes) + more
         alone = {FORWARD_ALONE: forward_alone_bytes(rounded)} if FORWARD_ALONE in low.about else {}
@@ -100,7 +100,7 @@ class Family:
 
 
 def _forwards(low: Graph, high: Graph, line: Any) -> list[dict[str, Any]]:
-    """The forwards of the step at another size; what each is given is described as in the first."""
+    """Return the forwards of the step at another size; their arguments are described as in the first record."""
     return [
         {**a, "elements": {name: int(line(size, b["elements"][name])) for name, size in a["elements"].items()}}
         for a, b in zip(low.about[FORWARDS], high.about[FORWARDS], strict=True)
@@ -108,13 +108,13 @@ def _forwards(low: Graph, high: Graph, line: Any) -> list[dict[str, Any]]:
 
 
 def family(low: Recorded, high: Recorded, alignment_bytes: int) -> Family | None:
-    """The family of two records; None where they differ in more than sizes."""
+    """Return the family of two records; None if they differ in more than sizes."""
     same = _structure(low.graph) == _structure(high.graph) and len(low.batch_bytes) == len(high.batch_bytes)
     return Family(low, high, alignment_bytes) if same else None
 
 
 def _structure(graph: Graph) -> tuple[Any, ...]:
-    """All of a graph but its sizes."""
+    """Return everything in a graph but its sizes."""
     storages, saved = graph.storages, graph.saved_tensors
     columns = [graph.op_node, *_columns(storages, "size_bytes"), *_columns(saved, "copy_bytes")]
     return (
@@ -138,7 +138,7 @@ def _columns(table: Storages | SavedTensors, without: str) -> list[np.ndarray]:
 
 
 def _kinds(low: Graph, high: Graph, line: Any) -> tuple[tuple[OpKind, ...], np.ndarray]:
-    """Kinds at another size: one for every pair of kinds that an operator has in the two records."""
+    """Return the kinds at another size: one for every pair of kinds that an operator has in the two records."""
     pairs, op_kind = np.unique(np.stack([low.op_kind, high.op_kind]), axis=1, return_inverse=True)
     kinds = []
     for a, b in pairs.T.tolist():
@@ -155,7 +155,7 @@ def _kinds(low: Graph, high: Graph, line: Any) -> tuple[tuple[OpKind, ...], np.n
 
 
 def _signature(low: Any, high: Any, line: Any) -> Any:
-    """A signature between or beyond two: sizes and strides on their line, all else as in the first."""
+    """Interpolate a signature: sizes and strides on their line, the rest as in the first."""
     if isinstance(low, list) and isinstance(high, list) and len(low) == len(high):
         return [_signature(a, b, line) for a, b in zip(low, high, strict=True)]
     if isinstance(low, dict) and isinstance(high, dict) and low.keys() == high.keys():

@@ -44,7 +44,7 @@ Role = Literal["gathered", "gradient", "other"]
 
 @dataclasses.dataclass(frozen=True)
 class Added:
-    """A storage to add: bytes, first and last operator, the node that makes it (-1 after forward), what it is."""
+    """A storage to add: bytes, first and last operator, the node that makes it (-1 after forward), its role."""
 
     size_bytes: int
     birth: int
@@ -54,7 +54,7 @@ class Added:
 
 
 def shard(graph: Graph, loop: TrainingLoop) -> Graph:
-    """`graph` as one of `loop.ranks` runs it; the same graph where nothing is shared."""
+    """Return `graph` as one of `loop.ranks` runs it; unchanged if nothing is sharded."""
     if loop.shard is None:
         return graph
     sharded = _Sharding(graph, loop)
@@ -64,7 +64,7 @@ def shard(graph: Graph, loop: TrainingLoop) -> Graph:
         first_step_bytes=sharded.first_step_bytes(),
         about={**graph.about, "ranks": loop.ranks, "shard": loop.shard},
     )
-    # What local variables hold is no state: untraced, the share takes as much more as the whole does.
+    # Local variables hold no state: untraced, the share grows by as many bytes as the whole.
     less = Memory(graph).peak_without_regions - Memory(share_of_it).peak_without_regions
     return dataclasses.replace(share_of_it, untraced_bytes=graph.untraced_bytes - less)
 
@@ -93,7 +93,7 @@ class _Sharding:
         return {name: share(size, self.ranks) if name in shared else size for name, size in fixed.items()}
 
     def first_step_bytes(self) -> int:
-        """The optimizer's first step: parameters and gradients as they are shared, and a D-th of what it makes."""
+        """Return the peak of the optimizer's first step: sharded parameters and gradients, and a D-th of the rest."""
         before, after = self.graph.fixed_bytes, self.fixed_bytes()
         made = {OPTIMIZER_STATE, "running average", "gradients"}
         gradient_bytes = sum(p.gradient_bytes for p in self.graph.parameters)
@@ -103,7 +103,7 @@ class _Sharding:
         kept_now += share(gradient_bytes, self.ranks) if self.gradients else gradient_bytes
         return kept_now + share(rest, self.ranks)
 
-    # What is there for a while
+    # Temporary storages
 
     def added(self) -> Iterator[Added]:
         if self.parameters:
@@ -142,7 +142,7 @@ class _Sharding:
 
     @functools.cached_property
     def _spans(self) -> dict[str | None, tuple[int, int, int]]:
-        """For every unit its first node, first and last forward operator."""
+        """The first node, and the first and last forward operator, of every unit."""
         found: dict[str | None, tuple[int, int, int]] = {}
         for i, node in enumerate(self.graph.nodes):
             unit = block_of(node.module)
@@ -152,7 +152,7 @@ class _Sharding:
 
     @functools.cached_property
     def _backward_spans(self) -> dict[str | None, tuple[int, int]]:
-        """For every unit its first and last backward operator, in the order of backward."""
+        """The first and last backward operator of every unit, in the order of backward."""
         graph = self.graph
         units = [block_of(node.module) for node in graph.nodes]
         found: dict[str | None, tuple[int, int]] = {}
@@ -164,7 +164,7 @@ class _Sharding:
     # The graph
 
     def graph_with(self, added: list[Added]) -> Graph:
-        """The graph with `added`, gradients let go when they are scattered, the optimizer's own shared."""
+        """Return the graph with `added`, gradients freed when they are scattered, and optimizer temporaries sharded."""
         graph, old = self.graph, self.graph.storages
         size, death = old.size_bytes.copy(), old.death.copy()
         late = old.birth >= graph.backward_end
@@ -180,7 +180,7 @@ class _Sharding:
 
 
 def with_added(graph: Graph, added: Sequence[Added]) -> Graph:
-    """`graph` with storages added."""
+    """Add storages to `graph`."""
     old = graph.storages
     columns: dict[str, Any] = {
         "size_bytes": np.append(old.size_bytes, [new.size_bytes for new in added]),
@@ -207,7 +207,7 @@ def with_added(graph: Graph, added: Sequence[Added]) -> Graph:
 
 
 def _renumbered(graph: Graph, place: np.ndarray) -> Graph:
-    """`graph` with storage u called place[u]."""
+    """Renumber storage u to place[u]."""
     table = graph.saved_tensors
     storage = np.where(table.storage >= 0, place[np.maximum(table.storage, 0)], table.storage)
     return dataclasses.replace(

@@ -103,7 +103,7 @@ def counts_of(model: nn.Module) -> Counts:
 
 
 def planned_forward(model: nn.Module) -> PlannedForward:
-    """The forward that `apply` gave to `model`; raises UsageError where there is no plan."""
+    """Return the forward that `apply` gave to `model`. Raises UsageError if no plan is applied."""
     planned = _planned_in(model)
     if planned is None:
         raise UsageError("no plan is applied to this model.")
@@ -115,7 +115,7 @@ def has_plan(model: nn.Module) -> bool:
 
 
 def _planned_in(model: nn.Module) -> PlannedForward | None:
-    """The planned forward of `model`, itself or under what libraries wrap a forward in."""
+    """Return the planned forward of `model`, also from under the wrappers of libraries."""
     forward = model.__dict__.get("forward")
     while forward is not None and not isinstance(forward, PlannedForward):
         forward = getattr(forward, "planned", None) or getattr(forward, "__wrapped__", None)

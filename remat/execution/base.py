@@ -55,14 +55,14 @@ class Execution(abc.ABC):
     """A way to run a plan's step.
 
     name            `Plan.execution`, `--execution`
-    runs_as_evaluated  whether the step needs what the evaluator says
-    compiler        the compiler that the step must run under; None where it must not run under any
-    bound_carries   whether no plan within the budget, run this way, can recompute for less than the evaluator's bound
+    runs_as_evaluated  whether the step needs as much memory as the evaluator predicts
+    compiler        the compiler that the step must run under; None: it must run without one
+    bound_carries   whether the evaluator's bound holds for every plan within the budget that runs this way
     launches        whether Python launches every kernel, so that the host may take longer than the device
     runs_forms      whether the step may run in another form: losses in slices, groups fused
     runs_offloads   whether activations may be on the host between forward and backward
-    most_tries      plans that are replayed for one budget, at most
-    patience_s      seconds for the search where none are given; None: the solver's own default
+    most_tries      maximum number of plans that are replayed for one budget
+    patience_s      default seconds for the search; None: the solver's own default
     """
 
     name: str
@@ -76,26 +76,26 @@ class Execution(abc.ABC):
     patience_s: float | None = None
 
     def require(self, device: PlanningDevice | None, loop: TrainingLoop | None) -> None:  # noqa: B027
-        """Raise UsageError where no plan can be made for this way to run; a profile out of a file has no `device`."""
+        """Raise UsageError if no plan can be made for this execution; a profile from a file has no `device`."""
 
     def require_step(self, graph: Graph) -> None:  # noqa: B027
-        """Raise UsageError where the recorded step cannot run this way."""
+        """Raise UsageError if the recorded step cannot run this way."""
 
     @abc.abstractmethod
     def space(self, graph: Graph, depth: int | None = None) -> Space:
-        """The plans that can run this way; regions nest `depth` deep, by default as deep as they may."""
+        """Return the plans that can run this way; regions nest `depth` deep, by default as deep as possible."""
 
     def pose(
         self, profile: Profile, space: Space, budget_bytes: int, link: Link | None = None, like: Problem | None = None
     ) -> Problem:
-        """The problem of the least recomputation within the evaluator's budget; with `link`, offloads are allowed.
+        """Pose the problem of least recomputation within the evaluator's budget; `link` allows offloads.
 
-        like  that of the step in another form, which it has much in common with
+        like  the problem of the step in another form, which shares much with this one
         """
         return Problem(profile.graph, profile.costs, space, budget_bytes, link, like)
 
     def price(self, profile: Profile) -> Profile:
-        """`profile`, with what operators cost when they run this way."""
+        """Return `profile` with the costs of operators when they run this way."""
         return profile
 
     def replay(
@@ -108,10 +108,10 @@ class Execution(abc.ABC):
         workspace_of: Mapping[tuple[str, str], int],
         offloads: Sequence[OffloadRef] = (),
     ) -> np.ndarray:
-        """Bytes alive at every operator of the step as it runs under a plan, all that it takes included.
+        """Replay the step under a plan, and return the bytes alive at every operator.
 
-        graph         the record of `step`: it knows what no fake tensor shows (wrapped numbers)
-        workspace_of  kernels' own bytes by operator and signature, see `Profile.workspace_of`
+        graph         the record of `step`; it counts what no fake tensor shows (wrapped numbers)
+        workspace_of  workspaces by operator and signature, see `Profile.workspace_of`
         """
         options: dict[str, Any] = {"alignment_bytes": alignment_bytes, "workspace_of": workspace_of}
         if offloads:
@@ -121,32 +121,36 @@ class Execution(abc.ABC):
 
     @abc.abstractmethod
     def replay_seen(self, step: FakeStep, regions: Sequence[RegionRef], **options: Any) -> np.ndarray:
-        """`replay`, of what fake tensors show; `options` are its keywords."""
+        """Run `replay` without the bytes that fake tensors do not show; `options` are its keywords."""
 
     @abc.abstractmethod
     def trivial(self, problem: Problem, replayed: Callable[[], int] | None) -> Solution | None:
-        """The plan of no regions, where it keeps the budget; `replayed` is its peak, None where nothing is replayed."""
+        """Return the plan of no regions if it keeps the budget.
+
+        replayed  returns its peak by the replay; None if nothing is replayed
+        """
 
     def without_plan(self, problem: Problem, replayed: Callable[[], int] | None) -> int:
-        """Peak of the step as people run it who have no plan."""
+        """Return the peak of the step without a plan."""
         return problem.memory.peak_without_checkpointing
 
     def first_budget(self, problem: Problem, least_bytes: Callable[[], int]) -> int:
-        """The evaluator's budget to begin with; `least_bytes` as in `next_budget`."""
+        """Return the evaluator's budget to begin with; `least_bytes` as in `next_budget`."""
         return problem.budget_bytes
 
     def next_budget(self, problem: Problem, tries: Sequence[Try], least_bytes: Callable[[], int]) -> int | None:
-        """The evaluator's budget to ask for after `tries`; None where the search is over.
+        """Return the evaluator's budget to ask for after `tries`; None if the search is over.
 
-        Lower the evaluator's budget by the replay's excess: plans of a smaller budget are plans of a larger one too.
+        The evaluator's budget is lowered by the replay's excess: plans of a smaller budget are plans of a larger one
+        too.
 
-        least_bytes  the least that the evaluator grants any plan
+        least_bytes  returns the least peak by the evaluator of any plan
         """
         last = tries[-1]
         excess = last.peak_bytes - problem.budget_bytes
         if excess <= 0:
             return None
-        # What this step replaces, the evaluator counts until it does. A region that takes it keeps it for longer.
+        # The evaluator counts outputs until this step replaces them. A region that takes them keeps them for longer.
         replaced = sum(size for size, _ in problem.graph.held_outputs) if len(tries) > 1 else 0
         return min(last.asked_bytes - excess, problem.budget_bytes - replaced)
 
@@ -159,7 +163,7 @@ class Execution(abc.ABC):
 
 
 def require_depth(execution: Execution, depth: int | None, most: int = DEPTH) -> int:
-    """`depth`, or the deepest nesting; raises UsageError where regions cannot nest so deep."""
+    """Return `depth`, or `most` if it is None. Raises UsageError if regions cannot nest so deep."""
     if depth is not None and depth > most:
         raise UsageError(f'under `execution="{execution}"` regions do not nest; leave `depth={depth}` out.')
     return most if depth is None else depth

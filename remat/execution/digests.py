@@ -22,21 +22,21 @@ from torch import Tensor
 
 from remat._torch.training import is_wrapper, without_modes
 
-LONGEST = 4096  # dimension that is summed along as it is; longer ones are taken apart
-SLICES = 32  # in which a tensor is multiplied by numbers of its places
-FILLED = 31  # columns at the end of a result that nobody may have written
-_BROKEN = 1e-6  # apart, where NaN takes part: the bits of one need not be those of another
+LONGEST = 4096  # dimension that is summed as a whole; longer ones are split
+SLICES = 32  # slices in which a tensor is multiplied by numbers of its places
+FILLED = 31  # columns at the end of a result that may be unwritten
+_BROKEN = 1e-6  # distance if NaN is involved: the bits of two NaN may differ
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Digest:
-    """Of one tensor.
+    """A summary of one tensor's data.
 
-    bits    equal where all bits are; None: not known
-    signed  sums of columns with signs, on the host; None where they were not wanted
-    number  of a tensor that holds one
-    on_device  whether it is not the CPU's
+    bits    equal if all bits are equal; None: not known
+    signed  sums of columns with random signs, on the host; None if not asked for
+    number  the value of a tensor with one element
+    on_device  whether the tensor is not on the CPU
     """
 
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Digest:
     on_device: bool = False
 
     def is_equal(self, other: Digest) -> bool:
-        """Whether both may be of the same data, bit by bit."""
+        """Return whether both may be of bitwise equal data."""
         if self.bits is None or other.bits is None:
             return True
         return (self.dtype, self.shape, self.bits) == (other.dtype, other.shape, other.bits)
@@ -68,7 +68,7 @@ class Digest:
         return float((one - two).norm()) / norm if norm else 0.0
 
     def is_near(self, other: Digest, tolerance: float) -> bool:
-        """Whether they are apart by no more than `tolerance`, or what is no number is so in both."""
+        """Return whether their distance is at most `tolerance`, or both hold non-finite values."""
         apart = self.apart(other)
         is_broken = self.signed is not None and not self.signed.isfinite().all()
         return apart <= (max(tolerance, _BROKEN) if is_broken else tolerance)
@@ -81,7 +81,7 @@ class Digest:
 
 
 def digest_of(tensor: Tensor, *, signed: bool = False) -> Digest:
-    """The digest of `tensor`; with the sums that tell how far two are apart, if `signed`."""
+    """Compute the digest of `tensor`; `signed` adds the sums from which a distance is computed."""
     with torch.no_grad(), without_modes(), torch.autocast(tensor.device.type, enabled=False):
         tensor = tensor.detach()
         shape = tuple(tensor.shape)
@@ -96,21 +96,21 @@ def digest_of(tensor: Tensor, *, signed: bool = False) -> Digest:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """`tensor` with its dimensions as they lie in memory, so that nothing needs to copy it to read it in rows."""
+    """Permute the dimensions of `tensor` into memory order, so that it can be read by rows without a copy."""
     if tensor.layout is not torch.strided or is_wrapper(tensor):
         return tensor
     return tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bits of `tensor` as integers."""
+    """View the bits of `tensor` as integers."""
     tensor = tensor.resolve_conj().resolve_neg()
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return plain.view(_WORDS[plain.element_size()])
 
 
 def _sums(words: Tensor) -> Iterator[Tensor]:
-    """Sums along each dimension over all others, in the same words: a wider sum would copy its argument first."""
+    """Yield sums along each dimension over all others, in the same dtype: a wider sum would copy its argument."""
     for i, length in enumerate(words.shape):
         if length > LONGEST:
             parts = math.isqrt(length)
@@ -128,7 +128,7 @@ def _sums(words: Tensor) -> Iterator[Tensor]:
 
 
 def _placed_sum(words: Tensor) -> Tensor:
-    """Sums along the last dimension, each word times odd numbers of its place in all others; in slices, for memory."""
+    """Sum along the last dimension, each word times odd numbers for its place elsewhere; in slices, to save memory."""
     others = range(words.dim() - 1)
     longest = max(others, key=lambda i: words.shape[i])
     step = -(-words.shape[longest] // SLICES)

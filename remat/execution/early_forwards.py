@@ -42,7 +42,7 @@ class EarlyForwards:
         self._keys = frozenset(plan.about.get("early_graphs", ()))
         self.carried: dict[str, str] = plan.about.get("carried", {})
         self._appended: Appended | None = None  # found at the first forward
-        self.carries_numbers = any(kind != GROWN for kind in self.carried.values())  # also in what is replaced
+        self.carries_numbers = any(kind != GROWN for kind in self.carried.values())  # also in replaced state
 
     @property
     def is_any(self) -> bool:
@@ -51,18 +51,18 @@ class EarlyForwards:
 
     @property
     def may_complete(self) -> bool:
-        """Whether an early forward may be one that only makes what is missing."""
+        """Whether an early forward may only create what is missing."""
         return not self.carried
 
     def appended_in(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a planned forward: lists that the forward only appends to are empty."""
+        """Return the context of a planned forward: lists that the forward only appends to start empty."""
         if self._appended is None:
             names = self._plan.about.get("appended", ())
             self._appended = Appended(ModelState(model, data=False) if names else None, names)
         return self._appended.emptied()
 
     def has(self, graph_module: fx.GraphModule) -> bool:
-        """Whether `graph_module` is a graph of an early forward."""
+        """Return whether `graph_module` is a graph of an early forward."""
         return bool(self._keys) and graph_key(graph_module) in self._keys
 
     @property
@@ -92,9 +92,9 @@ class EarlyForwards:
 
 
 def complete(before: ModelState, forward: Callable[[], Any]) -> None:
-    """Let a model make what it makes once, in forwards without gradients; otherwise leave it as it was `before` them.
+    """Let a model create its one-time state in forwards without gradients; else restore its state `before` them.
 
-    Raises CaptureError where they wrote into parameters, which cannot be undone.
+    Raises CaptureError if they wrote into parameters, which cannot be undone.
     """
     done = False
     try:
@@ -118,6 +118,6 @@ def complete(before: ModelState, forward: Callable[[], Any]) -> None:
 
 
 def _are_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    """Whether two forwards returned the same, bit by bit; nothing at all says nothing."""
+    """Return whether two forwards returned bitwise equal tensors, at least one."""
     pairs = zip(first, second, strict=False)
     return 0 < len(first) == len(second) and all(are_bitwise_equal(one, other) for one, other in pairs)

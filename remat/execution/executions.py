@@ -31,7 +31,7 @@ NAMES = tuple(_EXECUTIONS)
 
 
 def load(name: str) -> Execution:
-    """The execution `name`; raises UsageError where there is none."""
+    """Load the execution `name`. Raises UsageError if it is unknown."""
     found: Execution = importlib.import_module(_EXECUTIONS[_known(name)]).EXECUTIONS[name]
     return found
 

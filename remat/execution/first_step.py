@@ -49,16 +49,16 @@ from remat.host.weights import weights_on_host
 from remat.units import first_few, gib
 from remat.workload.held_outputs import output_tensors
 
-NEAR = {False: 1e-3, True: 0.1}  # of a norm, by whether the step rounds to 16 bits: what other roundings explain
+NEAR = {False: 1e-3, True: 0.1}  # of a norm, by whether the step rounds to 16 bits: distances that rounding explains
 NOISE = 4.0
-LOCALS = 1.35  # what the untouched forward may take, over the same traced: names of Python's functions hold values
+LOCALS = 1.35  # memory of an untraced forward over the traced one's: local variables of Python keep values
 
 _NOTHING_SAVED = "nothing was saved for a backward"
 Forward = Callable[..., Any]
 
 
 class _HeadReached(BaseException):
-    """Ends an untouched forward in front of the last head; no code catches it by the way."""
+    """Ends a forward without the plan in front of the last head; no other code catches it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +74,9 @@ class _Seen:
 
 
 class FirstStep:
-    """Holds the first training forward of `model` under `plan` to the untouched one, if it `is_on`.
+    """Compare the first training forward of `model` under `plan` with the one without, if it `is_on`.
 
-    regions, heads  see `RewriteOptions.watch` and `ChunkedLoss.watch`
+    regions, heads  see `RewriteOptions.watch` and `ChunkedLoss.watch`.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, regions: RegionWatch, heads: Watch, *, is_on: bool):
@@ -88,12 +88,12 @@ class FirstStep:
     def run(
         self, number: int, planned: Forward, untouched: Forward, given: Any, rounds: Callable[[], bool] | None = None
     ) -> Any:
-        """Run `planned`, which is forward `number` of the step, and verify it if that is due; return its outputs.
+        """Run `planned`, forward `number` of the step, and return its outputs; verify them if that is due.
 
         untouched  takes the arguments `given` too, or rather copies of their containers
         rounds     asked afterwards, whether the planned one may differ in rounding; None: it is compiled
 
-        Raises FirstStepMismatch, now or in the backward, where the plan is not this model's.
+        Raises FirstStepMismatch, now or in the backward, if the plan is not this model's.
         """
         if not self._is_due(number) or (rounds is None and self._draws):
             return planned()
@@ -117,7 +117,7 @@ class FirstStep:
 
     @contextlib.contextmanager
     def recomputing(self, number: int) -> Iterator[None]:
-        """While it lasts, forward `number` of the step runs, whose regions have to recompute what it has."""
+        """Compare the tensors that regions recompute with the saved ones, during forward `number` of the step."""
         if not self._is_due(number):
             yield
             return
@@ -129,7 +129,7 @@ class FirstStep:
             self._regions.recomputed = None
 
     def expect(self, number: int) -> None:
-        """The next forward `number` is a first one again."""
+        """Verify the next forward `number` again."""
         self._done.discard(number)
 
     def _is_due(self, number: int) -> bool:
@@ -152,7 +152,7 @@ class FirstStep:
     # The untouched forward (Rule 1)
 
     def _prepared(self, forward: Forward, given: Any) -> _ForwardComparison | str | None:
-        """The untouched forward, run; or why it cannot be. None where weights are only there while graphs run."""
+        """Run the forward without the plan, or return why it cannot run; None while weights are on the host."""
         if weights_on_host(self._model) is not None:
             return None
         heads, ends = self._linear_heads(), not self._has_room()
@@ -179,7 +179,7 @@ class FirstStep:
         return f"the forward without the plan {_said_of(failures[-1])}"
 
     def _has_room(self) -> bool:
-        """Whether the budget has room for what the untouched forward makes.
+        """Return whether the budget has room for what the forward without the plan allocates.
 
         All ranks have the same answer, whatever their batches: a forward may wait for the others.
         """
@@ -194,7 +194,7 @@ class FirstStep:
         return state_bytes + LOCALS * needed_bytes <= max(self._plan.budget_bytes, self._plan.predicted["peak_bytes"])
 
     def _linear_heads(self) -> list[nn.Module]:
-        """The modules that make the logits of losses in slices."""
+        """List the modules that compute the logits of chunked losses."""
         modules = dict(self._model.named_modules())
         found = [modules.get(chunk.module) for chunk in self._form.chunks]
         return [module for module in found if isinstance(module, nn.Linear)]
@@ -231,12 +231,12 @@ def _untouched(
         before.put_back()
         parameters.put_back()
         arguments.put_back()
-        torch.clear_autocast_cache()  # what was cast without gradients has none
+        torch.clear_autocast_cache()  # casts made without gradients have none
         _give_back()
 
 
 def _give_back() -> None:
-    """Let CUDA go of segments that were cut for this forward: the planned one uses them badly, and they would stay."""
+    """Release CUDA segments that were cut for this forward, which would stay and which the planned one uses badly."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # cuBLAS may be using the workspaces that are in such segments
         clear_cublas_workspaces()
@@ -244,7 +244,7 @@ def _give_back() -> None:
 
 
 def _again(model: nn.Module, before: ModelState, run: Callable[[], _Seen]) -> _Seen:
-    """`run`, from how things were `before`; everything is put back to how it is."""
+    """Run `run` from the model state `before`, then restore the present state."""
     after = ModelState(model)
     before.put_back()
     try:
@@ -284,7 +284,7 @@ def _tensors(given: Any) -> list[Tensor]:
 
 
 def _saving_nothing() -> contextlib.AbstractContextManager[Any]:
-    """Autograd makes its graph, and saves nothing in it."""
+    """Return a context in which autograd builds its graph and saves nothing."""
 
     def refuse(saved: None) -> Tensor:
         raise RuntimeError(_NOTHING_SAVED)
@@ -300,7 +300,7 @@ def _seen(model: nn.Module, outputs: Any, heads: Sequence[Digest], *, reached: b
 
 
 def _reached(model: nn.Module, outputs: Sequence[Tensor]) -> frozenset[str]:
-    """Names of the parameters that a backward from `outputs` reaches."""
+    """Return the names of the parameters that a backward from `outputs` reaches."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     known, found = set(waiting), set()
@@ -335,7 +335,7 @@ class _ForwardComparison:
     near: float
 
     def require(self, found: _Seen, *, may_round: bool) -> None:
-        """Raise FirstStepMismatch where `found` is something else."""
+        """Raise FirstStepMismatch if `found` differs."""
         allowed = dict.fromkeys(found.values, self.near if may_round else 0.0)
         differ = self._different(found, allowed, self.near if may_round else 0.0)
         if differ and not may_round:

@@ -38,7 +38,7 @@ class Planned(Protocol):
 class ModuleForward:
     """The forward of the module at `path` of a model that has a plan; "" is the model itself.
 
-    settled  whether a forward of training ran since the last that was none
+    settled  whether a training forward ran since the last forward outside training
     fits     whether a graph of it was the planned one
     """
 
@@ -56,7 +56,7 @@ class ModuleForward:
         with self.planned.called_at(self):
             return self.planned(*args, **kwargs)
 
-    # What libraries ask a forward: which arguments it takes, and its function without the model, to wrap and rebind.
+    # Libraries read a forward's signature, and its function without the model, to wrap and rebind.
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -75,9 +75,9 @@ class ModuleForward:
 
 
 def modules_of(planned: Planned, model: nn.Module) -> list[ModuleForward]:
-    """The forwards of modules of `model` that the step of a plan calls in place of the model itself.
+    """List the forwards of modules of `model` that the planned step calls in place of the model itself.
 
-    Raises PlanMismatch where `model` has no such module.
+    Raises PlanMismatch if `model` has no such module.
     """
     found = []
     for path in dict.fromkeys(forward.module for forward in StepForwards(planned.plan).planned):
@@ -95,10 +95,10 @@ def modules_of(planned: Planned, model: nn.Module) -> list[ModuleForward]:
 
 @dataclasses.dataclass(frozen=True)
 class Now:
-    """The forward that a call is.
+    """The forward of the plan that a call runs.
 
-    number   of it among the plan's          begins   whether a step begins with it
-    repeats  the plan has none left for the call, which runs as this one again
+    number   its number in the plan      begins  whether a step begins with it
+    repeats  whether the plan has no forward left for the call, so that this one runs again
     """
 
     number: int
@@ -121,7 +121,7 @@ class StepForwards:
         return all(forward.calls == 1 for forward in self.planned)
 
     def now(self, path: str) -> Now:
-        """The forward that a call of the module at `path` is; raises PlanMismatch where the plan has none."""
+        """Return the planned forward for a call of the module at `path`. Raises PlanMismatch if there is none."""
         if self._pass.is_over(len(self.planned)):
             self._begin()
         here = [number for number, forward in enumerate(self.planned) if forward.module == path]
@@ -136,7 +136,7 @@ class StepForwards:
         return Now(number, self.planned[number], begins=not self._pass.count, repeats=later is None)
 
     def _begin(self) -> None:
-        """A backward has run, or forwards were let go of: a step begins, unless the plan's has that in its middle."""
+        """Begin a step; or continue it, if the planned step also has a backward or drops forwards here."""
         if 0 < self._next < len(self.planned) and self.planned[self._next - 1].ended:
             self._pass.goes_on()
         else:
@@ -144,7 +144,7 @@ class StepForwards:
             self._next = 0
 
     def returned(self, now: Now, outputs: Any) -> None:
-        """The forward `now` has returned `outputs`."""
+        """Note that the forward `now` has returned `outputs`."""
         self._next = now.number + 1
         self._pass.add(outputs)
 
@@ -159,11 +159,11 @@ class StepForwards:
         )
 
     def traced_with(self, now: Now) -> int:
-        """The number of the first forward whose traces are those of `now` too."""
+        """Return the number of the first forward with the same traces as `now`."""
         return self._traced_with[now.number]
 
     def call_as_planned(self, now: Now, call: int) -> int:
-        """The graph call under whose number planning first saw the graph that is graph call `call` of `now`."""
+        """Return the number under which planning first saw the graph of graph call `call` of `now`."""
         return call - now.forward.first + self.planned[now.forward.like].first
 
 

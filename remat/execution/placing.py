@@ -55,11 +55,11 @@ class Placer:
         return Unlike(call, nodes, fit) if isinstance(fit, Difference) else fit
 
     def fits_some(self, graph_module: fx.GraphModule) -> bool:
-        """Whether `graph_module` is that of any graph call of the plan."""
+        """Return whether `graph_module` is the graph of any graph call of the plan."""
         return bool(self.every(graph_module))
 
     def every(self, graph_module: fx.GraphModule) -> dict[int, tuple[CallRegion, ...]]:
-        """The regions of every graph call of the plan that `graph_module` is."""
+        """Return the regions of every graph call of the plan that has the graph `graph_module`."""
         return {
             call: self.regions(call, graph_module)
             for call in range(self.call_count)
@@ -67,7 +67,7 @@ class Placer:
         }
 
     def regions(self, call: int, graph_module: fx.GraphModule) -> tuple[CallRegion, ...]:
-        """The regions of graph call number `call` in `graph_module`; raises PlanMismatch where it is another graph."""
+        """Return the regions of graph call `call` in `graph_module`. Raises PlanMismatch if it is another graph."""
         regions = self._planned.get(call, ())
         fit = self.fit(call, graph_module)
         if isinstance(fit, Unlike):
@@ -80,7 +80,7 @@ class Placer:
         return tuple(_moved(region, fit, reading) for region in regions)
 
     def offloads(self, call: int, graph_module: fx.GraphModule) -> CallOffloads:
-        """The offloads of graph call number `call` in `graph_module`; raises PlanMismatch where a node is missing."""
+        """Return the offloads of graph call `call` in `graph_module`. Raises PlanMismatch if a node is missing."""
         fit = self.fit(call, graph_module)
         if isinstance(fit, Unlike):
             raise PlanMismatch(f"another graph than planned for {fit}; make a plan for this model.")
@@ -92,7 +92,7 @@ class Placer:
 
 
 def fingerprint_of(graph_module: fx.GraphModule) -> str:
-    """Fingerprint of a captured graph, as `Graph.fingerprints` has it."""
+    """Return the fingerprint of a captured graph, as in `Graph.fingerprints`."""
     nodes = captured_nodes(graph_module)
     ordinal = {node: i for i, node in enumerate(nodes)}
     return fingerprint(
@@ -101,7 +101,7 @@ def fingerprint_of(graph_module: fx.GraphModule) -> str:
 
 
 def _moved(region: CallRegion, fit: Fit, reading: Reading) -> CallRegion:
-    """`region`, in ordinals of the graph at hand."""
+    """Translate `region` into ordinals of the graph at hand."""
     first = position_of(region.first, fit, reading.cuts)
     end = position_of(region.last + 1, fit, reading.cuts)
     saved = frozenset(fit.to[i] for i in region.saved) - {-1}

@@ -79,7 +79,7 @@ OnLarger = Literal["warn", "refuse"]
 
 MANY_TRACES = 16
 
-# What copies and pickles of a planned forward hold.
+# Attributes in copies and pickles of a planned forward.
 _LASTING = ("model", "plan", "on_larger", "observe", "verify_first_step", "replaced", "_root", "_modules")
 
 _COMPILES_ITSELF = (
@@ -98,7 +98,7 @@ UNPACKED = (
 class PlannedForward:
     """The forward of a model that has a plan.
 
-    copies  who brings what is offloaded to the host and back; None: who can on the device at hand
+    copies  makes copies between device and host; None: chosen for the device at hand
     """
 
     copies: Copies | None = None
@@ -114,7 +114,7 @@ class PlannedForward:
         self._prepare()
 
     def install(self) -> None:
-        """Change what else must change in the model: modules that the step calls in its place have their forwards."""
+        """Install the forwards of modules that the step calls in place of the model."""
         for module in self._modules:
             module.replaced.put(module)
 
@@ -138,10 +138,10 @@ class PlannedForward:
         self._is_first_forward = True
         self._last_outputs = LastOutputs()
         self._mismatch: PlanMismatch | None = None
-        self._more: str = ""  # what a graph that fits takes beyond what was planned
+        self._more: str = ""  # the excess of a graph that fits over the planned one
         self._before: ModelState | None = None  # the forward that is running
         self._count_forwards()
-        self._graphs: dict[tuple[int, int], GraphCalls] = {}  # by compiler, and by what forwards are traced alike
+        self._graphs: dict[tuple[int, int], GraphCalls] = {}  # by compiler, and first forward with the same trace
         self._running: GraphCalls | None = None  # the one whose forward is on
         self._compilers: dict[int, Backend] = {}  # kept, so that an id stays its own
 
@@ -178,7 +178,7 @@ class PlannedForward:
 
     @contextlib.contextmanager
     def called_at(self, at: ModuleForward) -> Iterator[None]:
-        """While it lasts, a call of this is a forward of the module `at`."""
+        """Treat calls as forwards of the module `at` while the context is open."""
         self._at = at
         try:
             yield
@@ -212,7 +212,7 @@ class PlannedForward:
         return result
 
     def _run_traced(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
-        """The forward, with as much left open as can be."""
+        """Run the forward with as many sizes and numbers left open as possible."""
         while True:
             try:
                 return self._run(graphs, args, kwargs)
@@ -222,7 +222,7 @@ class PlannedForward:
             graphs = self._graphs_of(None, less_open=graphs)
 
     def _alone(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward without the plan, and without it in any module."""
+        """Run the forward without the plan, in the model and in its modules."""
         original = self.original
         if not self._modules:  # Dynamo breaks its graph at a context of ours
             return original(*args, **kwargs)
@@ -230,14 +230,14 @@ class PlannedForward:
             return original(*args, **kwargs)
 
     def _alone_on_copies(self, args: Any, kwargs: Any) -> Any:
-        """`_alone`, on copies of the containers that it is given."""
+        """Run `_alone` on copies of the containers among its arguments."""
         args, kwargs = in_own_containers((args, kwargs))
         return self._alone(*args, **kwargs)
 
     def _graphs_of(self, inner: Backend | None, *, less_open: GraphCalls | None = None) -> GraphCalls:
         """Return the graphs that the current forward is traced to, compiled by `inner` if it is given.
 
-        less_open  as what it cannot be traced: with sizes, or numbers, that are open
+        less_open  graph calls with open sizes or numbers, as which the forward cannot be traced
         """
         key = (id(inner), self.forwards.traced_with(self._now))
         if key not in self._graphs:
@@ -258,7 +258,7 @@ class PlannedForward:
         return self._graphs[key]
 
     def _unplanned(self, args: Any, kwargs: Any) -> Any:
-        """The forward of a model that is not in training mode; tells who trains all the same."""
+        """Run the forward of a model in evaluation mode; warn if it is trained all the same."""
         self.second_step.interrupted()
         result = self._alone(*args, **kwargs)
         known = self.plan.about.get(EVALUATES) or "eval" in self._warned
@@ -286,7 +286,7 @@ class PlannedForward:
         install_recording_hooks(self.model, self.plan.about.get("recording_models", ()))
 
     def _judge_or_leave(self, call: int) -> None:
-        """Leave the first forward of training whose graph is another than planned: the model may change in it."""
+        """Raise Unsettled in a first training forward with another graph than planned: it may change the model."""
         is_late = call > self._now.forward.first and self._before is None
         if self._at.settled or is_late or not self._early.may_complete:
             return
@@ -294,7 +294,7 @@ class PlannedForward:
         raise Unsettled("the model may not be complete before its first forward.")
 
     def _traced(self, **given: Any) -> GraphCalls:
-        """The forward, traced under the answers and for the masks that the plan was made with."""
+        """Trace the forward under the plan's answers and masks."""
         traced = self.plan.about.get("traced_branches")
         answers = None if traced is None else Answers(traced, self.plan.about.get("opaque_functions", ()))
         change = None if form_of(self.plan.about) == CAPTURED else self._formed
@@ -336,12 +336,12 @@ class PlannedForward:
         return self._is_unpacked or self._running.masks.padded != self._running.seen.padded
 
     def _learns(self, args: Any, kwargs: Any) -> bool:
-        """Whether anything gets a gradient. With adapters turned off (`disable_adapter` of peft) nothing does."""
+        """Return whether anything gets a gradient; nothing does with adapters disabled (`disable_adapter` of peft)."""
         given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         return any(tensor.requires_grad for tensor in itertools.chain(self._at.module.parameters(), given))
 
     def run_compiled(self, inner: Backend, args: Any, kwargs: Any) -> Any:
-        """A training forward whose graphs are compiled by `inner` with the plan's regions."""
+        """Run a training forward whose graphs `inner` compiles with the plan's regions."""
         if not self._learns(args, kwargs):
             return self._alone(*args, **kwargs)
         self._now = self.forwards.now(self._at.path)
@@ -401,7 +401,7 @@ class PlannedForward:
             self._arguments = (), {}
         self._at.settled = True
         if frames_traced() > traced:
-            gc.collect()  # what Dynamo leaves behind are cycles, and they hold activations
+            gc.collect()  # Dynamo leaves cycles behind, which hold activations
         if unsettled is not None:
             return self._run_completed(unsettled, graphs, args, kwargs)
         if self._mismatch is not None:
@@ -420,12 +420,12 @@ class PlannedForward:
         return result
 
     def _run_completed(self, unsettled: Unsettled, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
-        """`_run`, after the model's own forward may have completed the model."""
+        """Run `_run`, after the model's own forward has had the chance to complete the model."""
         assert self._before is not None
         try:
             complete(self._before, functools.partial(self._alone_on_copies, args, kwargs))
         finally:
-            if not self._at.fits:  # later, its guards tell what has changed
+            if not self._at.fits:  # later, its guards see changes
                 graphs.forget(unsettled)
         return self._run(graphs, args, kwargs)
 
@@ -435,9 +435,9 @@ class PlannedForward:
         observe: bool,
         recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
     ) -> Counts:
-        """Run the regions with these options, without tracing again; returns their new counts.
+        """Set options of the regions, without tracing again; return their new counts.
 
-        observe  see `apply`        recompute_context  what recomputations and chunked losses run under
+        observe  see `apply`        recompute_context  context of recomputations and chunked losses
         """
         watch = self.head_watch
         watch.unseen, watch.on_sums, watch.on_backward = recompute_context or contextlib.nullcontext, None, None
@@ -456,7 +456,7 @@ class PlannedForward:
                     return self._run_early(graph_module)(call, *args)
                 self._mismatch = mismatch
                 if self._weights is not None:
-                    raise self._mismatch  # for nobody brings its weights
+                    raise self._mismatch  # since its weights are not fetched
                 return graph_module(*args)
             self._note_fit(call, graph_module)
         return self.calls(call, graph_module, args)
@@ -494,14 +494,14 @@ class PlannedForward:
         return self._mismatch_of(f"whose graph differs from this model's {fit}", given, graph_module)
 
     def _mismatch_of(self, what: str, given: dict[str, str], graph_module: fx.GraphModule) -> PlanMismatch:
-        """`what`, everything that is known to differ, and what to do about it."""
+        """Make the error from `what`, everything known to differ, and a remedy."""
         found = {"batch": given, "versions": versions(), **state_of(self.model)}
         planned = {**self.plan.about, "batch": self._now.forward.given}
         said = [f"the plan was made for {self.plan.about['workload']!r}, {what}", *differences(planned, found)]
         return PlanMismatch(f"{'; '.join([*said, self._remedy(graph_module)])}.")
 
     def _larger_mismatch(self, fit: Fit, graph_module: fx.GraphModule) -> PlanMismatch | None:
-        """Refuse a graph that is spelled in another way and takes more than the budget has room for, or note it.
+        """Return the refusal of a graph that needs more memory than the budget; only note a small excess.
 
         A plan for a GPU says nothing of bytes on a CPU, whose kernels allocate others.
         """
@@ -605,7 +605,7 @@ class PlannedForward:
     def _compare_batch(self, args: Any, kwargs: Any) -> None:
         elements = element_counts(named_tensors(self.original, args, kwargs))
         inputs: Mapping[str, int] = self._now.forward.elements
-        if names := inputs.keys() & elements.keys():  # what else comes, such as a mask, is not what makes it large
+        if names := inputs.keys() & elements.keys():  # other inputs, such as a mask, do not make it large
             planned, found = (sum(of[name] for name in names) for of in (inputs, elements))
         else:
             planned, found = sum(inputs.values()) or self.plan.about.get("batch_elements", 0), sum(elements.values())
@@ -624,7 +624,7 @@ class PlannedForward:
             self._last_outputs.note(outputs, (args, kwargs))
 
     def _compare_loop(self) -> None:
-        """Whether what the last step left behind is gone, or the plan knows that the loop keeps it."""
+        """Warn if the last step left something behind that the planned loop does not keep."""
         loop = TrainingLoop.of(self.plan.about)
         if self._now.repeats:
             self._not_as_planned("forwards", self.forwards.too_many(self.plan))
@@ -655,7 +655,7 @@ class PlannedForward:
             )
 
     def _find_weights(self) -> None:
-        """Those that are on the host; raises PlanMismatch where the plan counts on others."""
+        """Find weights on the host. Raises PlanMismatch if the plan counts on others."""
         planned = TrainingLoop.of(self.plan.about).weights_on_host
         self._weights = weights_on_host(self.model)
         self.calls.bring(self._weights)
@@ -670,7 +670,7 @@ class PlannedForward:
         )
 
     def _compare_optimizer(self) -> None:
-        """Whether the optimizer is as the plan counts on; asked from the second forward on."""
+        """Warn if the optimizer is not as planned; checked from the second forward on."""
         first, self._is_first_forward = self._is_first_forward, False
         if first or "optimizer" in self._warned:
             return
@@ -723,7 +723,7 @@ class PlannedForward:
         )
 
     def _not_as_planned(self, what: str, text: str, frames: int = 6) -> None:
-        """Warn of what may take more than planned, so many frames below the caller, or refuse it."""
+        """Warn of something that may need more memory than planned, at the caller `frames` above, or refuse it."""
         if self.on_larger == "refuse":
             raise PlanMismatch(text)
         self._warn(what, text, frames + 1)
@@ -735,12 +735,12 @@ class PlannedForward:
             warnings.warn(text, stacklevel=frames)
 
     def _peak_of(self, times: float) -> int:
-        """Predicted peak of a batch so many times as large as planned, if all but the model's state grows with it."""
+        """Return the predicted peak of a batch `times` as large, if everything but the model's state grows with it."""
         peak, parts = self.plan.predicted["peak_bytes"], self.plan.predicted.get("breakdown", {})
         state = sum(parts.get(name, 0) for name in ("parameters", "buffers", "optimizer state", "gradients"))
         return int(state + (peak - state) * times)
 
-    # Copies and pickles hold the model and the plan; what was traced is traced again.
+    # Copies and pickles hold the model and the plan; graphs are traced again.
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _LASTING}
@@ -769,7 +769,7 @@ def dtypes_of(model: nn.Module) -> list[str]:
 
 
 def checkpoints_itself(model: nn.Module) -> bool:
-    """Whether a transformers model's own checkpointing is on."""
+    """Return whether a transformers model's own checkpointing is on."""
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 
 

@@ -64,14 +64,14 @@ class PlannedStep:
         self._known: dict[int, Stepped] = {}  # by the id of a model, which is kept
 
     def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """The loss."""
+        """Return the loss."""
         stepped = self.of(model)
         stepped.training = model.training
         loss: torch.Tensor = stepped(batch)
         return loss
 
     def of(self, model: nn.Module) -> Stepped:
-        """`model` and the step as one module, with the plan in it."""
+        """Return `model` and the step as one module with the plan in it."""
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise UsageError(
                 "planned_step takes the model itself: what DistributedDataParallel does around its forward would be "

@@ -10,7 +10,7 @@ Source = torch.device | torch.Generator  # of random numbers
 
 
 def state_of(source: Source) -> Any:
-    """The state of a generator; that of 5 KiB on the CPU where PyTorch's allocator does not count it."""
+    """Return the state of a generator; the CPU's as bytes, which PyTorch's allocator does not count."""
     if isinstance(source, torch.Generator):
         return source.get_state().numpy().tobytes()
     if source.type == "cpu":

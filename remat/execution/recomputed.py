@@ -58,7 +58,7 @@ class Recomputed:
 
     @untraced
     def begins(self) -> None:
-        """A region begins to be recomputed. When its backward ends, buffers have to be what they are now."""
+        """Note that a region begins to be recomputed; when its backward ends, buffers must be as they are now."""
         if (number := backward_number()) >= 0 and number != self._backward:
             self._backward = number
             before = {name: digest_of(buffer) for name, buffer in self._buffers}
@@ -72,7 +72,7 @@ class Recomputed:
 
 
 def _is_of_kernel(tensor: Tensor) -> bool:
-    """Whether a kernel may have saved `tensor` for itself, without a defined value."""
+    """Return whether `tensor` may be a kernel's own saved data, which has no defined value."""
     is_integer = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
     return tensor.dtype == torch.uint8 or (is_integer and (tensor.device.type != "cpu" or tensor.dim() == 0))
 

@@ -13,7 +13,7 @@ from remat.formulation.search_space import legal_cuts
 
 
 def require_regions_in(plan: Plan, graph: Graph) -> tuple[Region, ...]:
-    """The regions of `plan` in a step recorded here; raises PlanMismatch where it is of another model."""
+    """Return the regions of `plan` in a step recorded here. Raises PlanMismatch if it is another model's."""
     regions = regions_in(plan, graph)
     if isinstance(regions, Unlike):
         said = [f"{regions}", *differences(plan.about, graph.about)]
@@ -25,7 +25,7 @@ def require_regions_in(plan: Plan, graph: Graph) -> tuple[Region, ...]:
 
 
 def regions_in(plan: Plan, graph: Graph) -> tuple[Region, ...] | Unlike:
-    """The regions of `plan` in a step recorded here, or why it is another's."""
+    """Return the regions of `plan` in a step recorded here, or why it is another model's."""
     found = _fits(plan, graph)
     if isinstance(found, Unlike):
         return found
@@ -59,7 +59,7 @@ def _fits(plan: Plan, graph: Graph) -> list[Fit] | Unlike:
 
 
 def _cuts_here(nodes: Sequence[int], cuts: frozenset[int]) -> set[int]:
-    """Legal cuts in ordinals of the graph call of `nodes`."""
+    """Return the legal cuts in ordinals of the graph call of `nodes`."""
     return {i for i, node in enumerate(nodes) if node in cuts} | {len(nodes)}
 
 

@@ -24,7 +24,7 @@ from remat.evaluation.plan import Plan
 from remat.units import gib
 from remat.workload.training_loop import TrainingLoop
 
-SMALL_CHANGE = 0.001  # of the planned peak: what may be taken more and is not told of
+SMALL_CHANGE = 0.001  # of the planned peak: a smaller excess is not reported
 
 
 class Counter(Protocol):
@@ -38,7 +38,7 @@ class Counter(Protocol):
 
 
 class CudaCounter:
-    """That of a CUDA device."""
+    """The counters of a CUDA device."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -81,11 +81,11 @@ class SecondStep:
         self._there: int | None = None  # as the step began that is measured
 
     def interrupted(self) -> None:
-        """A forward runs without the plan."""
+        """Note that a forward runs without the plan."""
         self._there = None
 
     def begins(self) -> str:
-        """Another step begins. Returns what is to be said of the one before; most often nothing."""
+        """Note that another step begins; return a warning about the one before, usually empty."""
         step, micro_batch = divmod(next(self._forwards), self._accumulation)
         if not self._is_on or micro_batch or not step:
             return ""

@@ -35,7 +35,7 @@ class Beginnings:
     local_bytes: np.ndarray
 
     def alike(self, other: Beginnings) -> int:
-        """Count the segments that both begin with."""
+        """Count the segments with which both begin."""
         most = min(len(self.backward_of), len(other.backward_of))
         return bisect.bisect_left(range(1, most + 1), True, key=lambda count: not self._are_alike(other, count))
 
@@ -46,7 +46,7 @@ class Beginnings:
         return all(np.array_equal(one, another) for one, another in columns)
 
     def _parts(self, count: int) -> tuple[tuple[Segment, ...], tuple[Node, ...], dict[int, int]]:
-        """Segments, their nodes, and which of these may be saved."""
+        """Return the segments, their nodes, and those nodes that may be saved."""
         segments = self.liveness.space.segments[:count]
         end = segments[-1].end
         saves = {node: time for node, time in self.liveness.save_time_ns.items() if node < end}
@@ -75,5 +75,5 @@ class Beginnings:
         backward = slice(begin - 1, end)
         dying = np.bincount(table.death, table.size_bytes, minlength=graph.op_count)
         yield np.array(self.backward_of[:count]) - end
-        yield np.diff(self.local_bytes[begin - 1 : end + 1])  # who has no backward counts from what follows it
+        yield np.diff(self.local_bytes[begin - 1 : end + 1])  # without a backward, counted from the next one
         yield from (memory.workspace_bytes[backward], dying[backward])

@@ -25,7 +25,7 @@ def check(problem: Problem, solution: Solution) -> list[str]:
 
 
 def require(problem: Problem, solution: Solution) -> None:
-    """Raise where `check` finds a fault: a bug in the solver, never the user's."""
+    """Raise if `check` finds a fault: a bug in the solver, never the user's."""
     faults = check(problem, solution)
     if faults:
         raise RematError(f"solver {solution.solver} gave a plan that does not hold: {'; '.join(faults)}")

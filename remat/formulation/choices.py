@@ -15,10 +15,10 @@ class Point:
     """An operator at which a run has much alive, in terms that hold for all isomorphic runs (`symmetry.py`).
 
     op           counted from the run's first forward operator if `recomputing`, else from its first backward one
-    bytes        alive there if nothing but the run kept anything, less what the step itself has alive at the run's
-                 first backward operator
-    spare_bytes  workspace that is not taken there if the node that runs is saved
-    made_bytes   what that node has made by then, alive once whether it is saved or made again
+    bytes        alive there if nothing but the run kept anything, less the step's own bytes at the run's first backward
+                 operator
+    spare_bytes  workspace that is not needed there if the running node is saved
+    made_bytes   bytes that this node has made by then, alive once whether it is saved or recomputed
     """
 
     op: int
@@ -30,14 +30,14 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Properties that isomorphic runs share: time to recompute one once, in ns, and where memory is tested first.
+    """Properties that isomorphic runs share: time to recompute one once, in ns, and the first tests of memory.
 
-    highest      where the run has most alive           start  where its recomputation begins, if it may save
-    firm         where it has most alive even if the node that runs is saved
+    highest      point with most bytes alive            start  beginning of its recomputation, if it may save
+    firm         point with most bytes alive even if the running node is saved
     never_again  nodes after the last save, counted from the run's first: early stop leaves them out, so saving them
                  gains nothing
     starts_at    the backward operator before which a region is recomputed, counted from its first one
-    kept_until   the last at which it keeps what it takes, counted in the same way
+    kept_until   the last operator during which it keeps its inputs, counted in the same way
     """
 
     time_ns: int = 0
@@ -50,7 +50,7 @@ class Shape:
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """All of them in the order of time, once."""
+        """All points once, in the order of time."""
         found = {point for point in (self.highest, self.firm, self.start) if point is not None}
         return tuple(sorted(found, key=lambda point: (not point.recomputing, point.op)))
 
@@ -77,9 +77,9 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """bytes + prefix(before) without `alive` + sum of saves and plain <= budget, if the run is chosen.
+    """A row: bytes + prefix(before) without `alive` + sum of saves and plain <= budget, if the run is chosen.
 
-    run     index of the run; None: holds for every plan, and `plain`, `nested` and `shared` list what is kept instead
+    run     index of the run; None: holds for every plan, and `plain`, `nested` and `shared` list the kept bytes instead
     op      the operator at which it holds
     alive   storages that `bytes` counts already
     plain   (segment, bytes kept if it is plain); for a run's row of segments after it
@@ -102,8 +102,8 @@ class Row:
 class SharedStorage:
     """A storage with more than one reason to outlive its forward. It is counted once.
 
-    storage  which one of the graph's
-    segment  where it is made
+    storage  its index in the graph
+    segment  the segment that makes it
     sites    segments with a reason to keep it, ascending
     packed   sites at which autograd saves it, if they are plain
     taken    (source, site): a region that holds `site` but starts after `source` takes it as an input
@@ -121,11 +121,11 @@ class SharedStorage:
     death: int
 
     def is_reason(self, run: Run, site: int) -> bool:
-        """Whether `run`, which holds `site`, keeps it there, saves aside."""
+        """Return whether `run`, which contains `site`, keeps the storage there without saving it."""
         if run.region is None:
             return site in self.packed
         return any(source < run.a and taken_at == site for source, taken_at in self.taken)
 
     def site_before(self, segment: int) -> int | None:
-        """The last site before `segment`."""
+        """Return the last site before `segment`; None if there is none."""
         return max((site for site in self.sites if site < segment), default=None)

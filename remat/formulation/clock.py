@@ -23,7 +23,7 @@ class Clock:
     Parts of the exact solver:
 
     program_s    for the integer program, after the chain
-    finer_s      for finer tables of the chain, and `small_gap_s` where the gap is below 0.5 %
+    finer_s      for finer tables of the chain, and `small_gap_s` if the gap is below 0.5 %
     plans_s      for tables that cannot raise the bound but may give a better plan
     stalls_s     without progress before another part of the search has its turn
     labels_s     for labels with one limit

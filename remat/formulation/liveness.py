@@ -42,7 +42,7 @@ class Liveness:
 
     @functools.cached_property
     def save_time_ns(self) -> dict[int, int]:
-        """Time of recomputing each node that may be saved, once a backward, casts aside; none that takes no time."""
+        """The time to recompute each node that may be saved, in all backwards and without casts, if it takes any."""
         times = {}
         for node in self.space.saveable:
             record = self.graph.nodes[node]
@@ -54,7 +54,7 @@ class Liveness:
 
     @functools.cached_property
     def saved_by(self) -> dict[int, list[int]]:
-        """Storages that each node to save keeps."""
+        """The storages that each node that may be saved keeps."""
         storages = self.graph.storages
         found: dict[int, list[int]] = {node: [] for node in self.save_time_ns}
         for storage in np.flatnonzero(storages.cast == 0).tolist():
@@ -104,7 +104,7 @@ class Liveness:
         result = {}
         for u, found_sites in sites.items():
             if storages.death[u] >= self.graph.forward_end:
-                continue  # caller-held: it is local whatever the plan
+                continue  # caller-held: it is local under every plan
             made = int(segment[storages.node[u]])
             all_sites = {*found_sites, made} if u in saver else found_sites
             result[u] = SharedStorage(
@@ -120,18 +120,18 @@ class Liveness:
         return result
 
     def is_own(self, storage: int) -> bool:
-        """Whether only its own segment can keep it, and the caller does not hold it anyway."""
+        """Return whether only its own segment can keep `storage`, and the caller does not hold it anyway."""
         return storage not in self.shared and self.graph.storages.death[storage] < self.graph.forward_end
 
     @functools.cached_property
     def own(self) -> list[list[int]]:
-        """For every segment the storages made there that only its being plain keeps."""
+        """The storages of every segment that only a plain run keeps."""
         packed, _ = self.reasons
         return [[u for u in packed[s] if self.is_own(u)] for s in range(len(self.space.segments))]
 
     @functools.cached_property
     def saves_in(self) -> list[list[int]]:
-        """For every segment its nodes that may be saved."""
+        """The nodes of every segment that may be saved."""
         found: list[list[int]] = [[] for _ in self.space.segments]
         for node in self.save_time_ns:
             found[int(self.segment_of_node[node])].append(node)
@@ -139,7 +139,7 @@ class Liveness:
 
     @functools.cached_property
     def is_packed(self) -> np.ndarray:
-        """Which storages autograd would keep for backward."""
+        """Whether autograd would keep each storage for backward."""
         packed = np.zeros(len(self.graph.storages.birth), dtype=bool)
         packed[self.graph.saved_tensors.storage[self.memory.kept_for_backward]] = True
         return packed
@@ -151,6 +151,6 @@ class Liveness:
 
     @functools.cached_property
     def save_bytes(self) -> dict[int, int]:
-        """Bytes that saving each node keeps and no other reason does."""
+        """The bytes that saving each node keeps and no other reason does."""
         sizes = self.graph.storages.size_bytes
         return {node: int(sum(sizes[u] for u in saved if self.is_own(u))) for node, saved in self.saved_by.items()}

@@ -40,16 +40,16 @@ from remat.offloading.relief import Relief
 from remat.offloading.schedule import all_offloads, fewest_offloads
 
 INNER_WIDTHS = (1, 2, 4)  # segments in an inner region
-PLAIN = -1  # stands for the width of what is no region
+PLAIN = -1  # the width of a run that is no region
 
 
 class Problem:
     """The data of the program for one graph, space and budget.
 
-    liveness  what may outlive its forward, and why; the same for every budget
-    link      to the host's memory, if plans may have offloads: whatever regions a plan has, `offloads_of` says which.
-              Rows are relaxed by what no plan takes off the device (`Relief`); judging is exact
-    like      that of another form of the step, whose shapes hold for what both begin with (`beginnings.py`)
+    liveness  storages that may outlive their forward, and why; the same for every budget
+    link      to the host's memory, if plans may have offloads, which `offloads_of` chooses for any regions. Rows are
+              relaxed by an upper bound on offloaded bytes (`Relief`); judging is exact
+    like      problem of another form of the step, whose shapes hold as far as both begin alike (`beginnings.py`)
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class Problem:
         self._inner_regions: dict[tuple[int, int], Region] = {}
 
     def with_budget(self, budget_bytes: int) -> Problem:
-        """The same problem under another budget; what was computed about the graph is shared."""
+        """Return the problem under another budget; both share what was computed about the graph."""
         other = copy.copy(self)
         other.budget_bytes = budget_bytes
         return other
 
     def recomputing_at_most(self, time_us: float) -> Problem:
-        """The same problem for plans that recompute no longer than that: a link brings less back meanwhile."""
+        """Return the problem for plans that recompute for at most `time_us`, in which a link brings less back."""
         if self.link is None:
             return self
         other = copy.copy(self)
@@ -95,12 +95,12 @@ class Problem:
         return other
 
     def without_link(self) -> Problem:
-        """The same problem for plans that leave everything on the device."""
+        """Return the problem for plans that leave everything on the device."""
         return self if self._alone is None else self._alone.with_budget(self.budget_bytes)
 
     @property
     def without_checkpointing(self) -> dict[str, Any]:
-        """Peak and time of the step as it runs without a plan, for all that is compared with it."""
+        """Peak and time of the step without a plan, to compare plans with."""
         return {"peak_bytes": self.memory.peak_without_checkpointing, "step_time_us": self.step_time_us}
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class Problem:
     # Judging
 
     def curve(self, regions: Sequence[Region]) -> Curve:
-        """Bytes alive under a plan; with offloads, if it has a link and does not keep the budget without."""
+        """Return the bytes alive under a plan; with offloads, if it has a link and exceeds the budget without."""
         curve = self.memory.curve(regions)
         if self.link is None or curve.peak_bytes <= self.budget_bytes:
             return curve
@@ -128,13 +128,13 @@ class Problem:
 
     @property
     def fixed_bytes(self) -> int:
-        """Less than these no point of forward or backward has alive, kept bytes aside."""
+        """The least bytes alive at any point of forward or backward, without kept bytes."""
         return self.graph.fixed_total - (0 if self._relief is None else self._relief.most_bytes)
 
     def _relief_at(self, run: Run) -> int:
-        """Return the bytes by which storages counted as kept before `run` may exceed the device's in its backward.
+        """Return the bytes by which storages counted as kept before `run` may exceed those on the device meanwhile.
 
-        It counts as no more than what the link brings back from there on, and what floors may have added to it.
+        It is limited by the bytes that the link brings back from there on, plus those that floors may have added.
         """
         if self._relief is None:
             return 0
@@ -143,7 +143,7 @@ class Problem:
 
     @functools.cached_property
     def _carried_bytes(self) -> np.ndarray:
-        """For every operator of forward, and its end, what is off the device at most."""
+        """The most bytes that are off the device at every operator of forward, and at its end."""
         if self._relief is None:
             return np.zeros(self.graph.forward_end + 1, dtype=np.int64)
         return self._relief.in_forward
@@ -154,14 +154,14 @@ class Problem:
 
     @functools.cached_property
     def _op_of_cut(self) -> list[int]:
-        """The operator of forward with which the segment after a cut begins."""
+        """The operator of forward with which the segment after each cut begins."""
         nodes = self.graph.nodes
         ops = [*(nodes[segment.first].first for segment in self.space.segments), self.graph.forward_end]
         return [min(op, self.graph.forward_end) for op in ops]
 
     @functools.cached_property
     def _most_again_ns(self) -> list[int]:
-        """For every cut what segments before it take to recompute at most."""
+        """The most time that recomputing all segments before each cut can take."""
         most = [0] * (len(self.space.segments) + 1)
         for run in sorted(self.runs, key=lambda run: run.a):
             most[run.b] = max(most[run.b], most[run.a] + run.time_ns)
@@ -169,7 +169,7 @@ class Problem:
 
     @functools.cached_property
     def floor_bytes(self) -> list[int]:
-        """For every cut the fewest bytes that count as kept there, see `Relief`."""
+        """The fewest bytes that count as kept at every cut, see `Relief`."""
         if self._relief is None:
             return [0] * (len(self.space.segments) + 1)
         floors = self._relief.floors[self._op_of_cut]
@@ -181,7 +181,7 @@ class Problem:
 
     @functools.cached_property
     def backward_of(self) -> list[tuple[int, int]]:
-        """For every segment its backward operators [first, end); backward visits segments in reverse."""
+        """The backward operators [first, end) of every segment; backward visits segments in reverse."""
         graph = self.graph
         nodes = graph.op_node[graph.forward_end : graph.backward_end]
         last = len(self.space.segments) - 1
@@ -217,7 +217,7 @@ class Problem:
 
     @functools.cached_property
     def _segment_classes(self) -> list[int]:
-        """Numbers of `symmetry.classes`; those of the other form's problem, and new ones where the forms differ."""
+        """Numbers of `symmetry.classes`; as far as both forms begin alike, those of the other form's problem."""
         own = classes(self.memory, self.space.segments, self.backward_of, self.liveness.op_time_ns, self._local_bytes)
         if self._like is None:
             return own
@@ -229,7 +229,7 @@ class Problem:
         return Beginnings(self.liveness, self.backward_of, self._local_bytes)
 
     def _regions(self, a: int, b: int) -> Iterator[tuple[int, Region]]:
-        """The ways to execute segments a..b-1 as a region: whole (0), or as regions of `width` segments each."""
+        """Yield the ways to run segments a..b-1 as a region: whole (0), or with inner regions of `width` segments."""
         segments = self.space.segments
         first, end = segments[a].first, segments[b - 1].end
         yield 0, Region(first, end)
@@ -241,7 +241,7 @@ class Problem:
                 yield width, Region(first, end, inner=inner)
 
     def _inner_region(self, a: int, b: int) -> Region:
-        """Segments a..b-1 as a region; the same few stand in many runs."""
+        """Return segments a..b-1 as a region, which many runs share."""
         if (a, b) not in self._inner_regions:
             self._inner_regions[a, b] = Region(self.space.segments[a].first, self.space.segments[b - 1].end)
         return self._inner_regions[a, b]
@@ -299,7 +299,7 @@ class Problem:
 
     @functools.cached_property
     def _spare(self) -> tuple[np.ndarray, np.ndarray]:
-        """For every operator of a node that may be saved its workspace, and what the node has made by then."""
+        """The workspace of every operator of a node that may be saved, and the bytes that the node has made by then."""
         graph = self.graph
         spare = np.where(np.isin(graph.op_node, list(self.liveness.save_time_ns)), self.memory.workspace_bytes, 0)
         made = np.zeros_like(spare)
@@ -309,15 +309,15 @@ class Problem:
         return spare, made
 
     def _anchor(self, run: Run, recomputing: bool) -> int:
-        """The operator from which a point of `run` counts."""
+        """Return the operator from which a point of `run` is counted."""
         if recomputing:
             return int(self.memory.node_first[self.space.segments[run.a].first])
         return self.backward_of[run.b - 1][0]
 
     def local_bytes_at(self, run: Run) -> int:
-        """Bytes that the step itself has alive at the run's first backward operator, less what may be off the device.
+        """Return the step's own bytes alive at the run's first backward operator, less those possibly off the device.
 
-        Of a run that has none it is the operator after its place, be it the optimizer's: as an anchor it will do.
+        For a run without one, the operator after its place is the anchor, even one of the optimizer.
         """
         return self._local_bytes_at(run) - self._relief_at(run)
 
@@ -326,9 +326,9 @@ class Problem:
         return int(self._local_bytes[first])
 
     def fits_alone(self, run: Run) -> bool:
-        """Whether a region keeps the budget with all that is kept before it on the host.
+        """Return whether a region fits the budget with all bytes kept before it on the host.
 
-        From the begin of its recomputation on, all that it takes and has saved is on the device.
+        From the beginning of its recomputation on, everything that it takes and has saved is on the device.
         """
         saves = run.region is not None and not run.region.inner
         high = run.shape.firm if saves else run.shape.highest
@@ -344,7 +344,7 @@ class Problem:
         return self.memory.curve((), plain=(0, 0)).alive_bytes
 
     def runs_of(self, regions: Sequence[Region]) -> set[int]:
-        """Indices of the runs that a plan of this space consists of; KeyError for a plan of another space."""
+        """Return the indices of the runs of a plan in this space. Raises KeyError for a plan of another space."""
         chosen = {self._run_of(region) for region in regions}
         covered = {s for i in chosen for s in range(self.runs[i].a, self.runs[i].b)}
         return chosen | (set(range(len(self.space.segments))) - covered)
@@ -362,7 +362,7 @@ class Problem:
         return {(region.first, region.end, len(region.inner)): i for i, region in regions}
 
     def run_at(self, regions: Sequence[Region], op: int, top: int) -> int:
-        """The run of a plan that recomputes region `top`, or else whose backward operator `op` is."""
+        """Return the run of a plan that recomputes region `top`, or else that has the backward operator `op`."""
         if top >= 0:
             return next(i for i in self.runs_of([regions[top]]) if self.runs[i].region)
         segment = next(s for s, (first, end) in enumerate(self.backward_of) if first <= op < end)
@@ -370,11 +370,11 @@ class Problem:
 
     @functools.cached_property
     def time_until(self) -> np.ndarray:
-        """Time in ns of the operators before each."""
+        """The time in ns of the operators before each."""
         return np.concatenate([[0], np.cumsum(self.liveness.op_time_ns)])
 
     def objective_ns(self, regions: Sequence[Region]) -> int:
-        """Recompute time of a plan of this space, as the program counts it."""
+        """Return the recompute time of a plan in this space, as the program counts it."""
         times = (self.runs[i].time_ns for i in self.runs_of(regions))
         saved = (set(region.saved) - self.runs[self._run_of(region)].never_again for region in regions)
         return sum(times) - sum(self.liveness.save_time_ns[v] for of_region in saved for v in of_region)
@@ -382,7 +382,7 @@ class Problem:
     # Rows
 
     def curve_of(self, run: Run) -> Curve:
-        """Bytes alive if nothing but `run` kept anything, less what may be off the device while it is in backward.
+        """Return the bytes alive if only `run` kept anything, less those possibly off the device in its backward.
 
         They are `Row.bytes` of its operators.
         """
@@ -390,20 +390,20 @@ class Problem:
         return dataclasses.replace(curve, alive_bytes=curve.alive_bytes - self._relief_at(run))
 
     def _alone_curve(self, run: Run) -> Curve:
-        """Bytes alive if nothing but `run` kept anything."""
+        """Return the bytes alive if only `run` kept anything."""
         segment = self.space.segments[run.a]
         if run.region is None:
             return self.memory.curve((), plain=(segment.first, segment.end))
         return self.memory.curve((run.region,), plain=(0, 0))
 
     def positions_of(self, run: Run, curve: Curve) -> np.ndarray:
-        """Positions on `curve` of the operators during which `run` is being recomputed or differentiated."""
+        """Return the positions on `curve` of the operators during which `run` is recomputed or differentiated."""
         first, end = self.backward_of[run.b - 1][0], self.backward_of[run.a][1]
         own = (curve.op >= first) & (curve.op < end) & (curve.region < 0)
         return np.flatnonzero(own | (curve.region >= 0))
 
     def first_rows(self, index: int) -> list[Row]:
-        """The rows of a run with which a solver starts: its highest point, and the start of its recomputation."""
+        """Return the rows of a run that a solver starts with: its highest point, and the start of its recomputation."""
         run = self.runs[index]
         local = self.local_bytes_at(run)
         return [
@@ -412,7 +412,7 @@ class Problem:
         ]
 
     def row(self, index: int, curve: Curve, position: int) -> Row:
-        """The exact row of run `index` at `position` of its own curve."""
+        """Return the exact row of run `index` at `position` of its own curve."""
         recomputing = bool(curve.region[position] >= 0)
         op = self._op_at(self.runs[index], curve, position)
         row = self._row(index, op, recomputing, int(curve.alive_bytes[position]))
@@ -422,7 +422,7 @@ class Problem:
         return dataclasses.replace(row, plain=self._lingering(row, following))
 
     def _op_at(self, run: Run, curve: Curve, position: int) -> int:
-        """The operator at `position` of the run's own curve; for a cast from before its region the one before it."""
+        """Return the operator at `position` of the run's own curve; for an older cast, the operator before it."""
         op = int(curve.op[position])
         if curve.region[position] < 0:
             return op
@@ -446,7 +446,7 @@ class Problem:
         )
 
     def _alive(self, run: Run, op: int, recomputing: bool) -> frozenset[int]:
-        """Storages from before `run` that its row counts already."""
+        """Return the storages from before `run` that its row counts already."""
         if run.region is None:
             packed, _ = self.liveness.reasons
             return frozenset(u for u, release in packed[run.a].items() if release >= op and u in self.liveness.shared)
@@ -457,10 +457,10 @@ class Problem:
         return frozenset(u for u in self.memory.inputs(run.region.first, run.region.end) if u in self.liveness.shared)
 
     def _lingering(self, row: Row, op: int) -> tuple[tuple[int, int], ...]:
-        """(segment, bytes) of what plain segments after the run of `row` keep at backward operator `op` or later.
+        """Return (segment, bytes) that plain segments after the run of `row` keep at backward operator `op` or later.
 
-        A storage that several of them keep is counted with the first. One that `row` counts already, or that the run
-        may save, is left out, for it would be counted twice; so is what later regions keep for so long.
+        A storage that several of them keep counts with the first. Those that `row` counts already, or that the run may
+        save, are left out, for they would count twice; so are those that later regions keep for so long.
         """
         assert row.run is not None
         run, (packed, _) = self.runs[row.run], self.liveness.reasons
@@ -469,7 +469,7 @@ class Problem:
         for segment in range(run.b, len(self.space.segments)):
             kept = [u for u, release in packed[segment].items() if release >= op and u not in counted]
             kept = [u for u in kept if self.liveness.is_own(u) or self._is_left_to_later(u, run)]
-            if self.graph.inner and run.region:  # what an inner backward keeps of this region is in its own curve
+            if self.graph.inner and run.region:  # its own curve has the saves of inner backwards
                 kept = [u for u in kept if int(self.graph.storages.node[u]) not in run.region]
             counted.update(kept)
             if kept:
@@ -477,14 +477,14 @@ class Problem:
         return tuple(found.items())
 
     def _is_left_to_later(self, storage: int, run: Run) -> bool:
-        """Whether nothing before or in `run` can keep `storage` for its backward, and something after it can."""
+        """Return whether nothing in or before `run` can keep `storage` for its backward, but something after it can."""
         shared = self.liveness.shared.get(storage)
         if shared is None or shared.site_before(run.a) is not None:
             return False
         return shared.saver is None or run.region is None or shared.saver not in run.region
 
     def _save_terms(self, run: Run, op: int, recomputing: bool) -> tuple[tuple[int, int], ...]:
-        """Return the bytes that saving each node of `run` adds at this operator: all that is not recomputed yet."""
+        """Return the bytes that saving each node of `run` adds at this operator: storages not recomputed yet."""
         if run.region is None or run.region.inner:
             return ()
         recomputation = self.memory.recomputation(run.region)
@@ -507,14 +507,15 @@ class Problem:
 
     @functools.cached_property
     def forward_rows(self) -> tuple[Row, ...]:
-        """Rows of forward operators that no later one dominates: what is kept only grows.
+        """The rows of forward operators that no later one dominates: kept bytes only grow.
 
-        What may be off the device grows too, so with a link there would be many: of every segment there is the highest.
+        Bytes that may be off the device grow too, so a link would leave many rows: only the highest of every segment
+        is kept.
         """
         local = self._local_bytes[: self.graph.forward_end] - self._carried_bytes[:-1]
         later = np.concatenate([np.maximum.accumulate(local[::-1])[::-1][1:], [local.min(initial=0) - 1]])
         ops = np.flatnonzero(local > later)
-        if self.graph.inner:  # what inner backwards keep is counted from the beginning, and is there when they end
+        if self.graph.inner:  # saves of inner backwards count from the beginning, and exist when they end
             ops = ops[ops >= self.graph.inner.used.max()]
         if self._relief is not None:
             segments = self.liveness.segment_of_node[np.maximum(self.graph.op_node[ops], 0)]
@@ -523,7 +524,7 @@ class Problem:
         return tuple(self.forward_row(op) for op in ops.tolist())
 
     def forward_row(self, op: int) -> Row:
-        """The row of forward operator `op`: whatever was made before it and is kept for any reason."""
+        """Return the row of forward operator `op`: storages that were made before it and are kept for any reason."""
         storages = self.graph.storages
 
         def gone(found: list[int]) -> int:
@@ -546,7 +547,7 @@ class Problem:
         )
 
     def _kept_by_inner(self, op: int) -> Iterator[tuple[int, list[int]]]:
-        """(run, storages made in it that only its inner region which runs at forward operator `op` keeps there)."""
+        """Yield (run, storages) that only the inner region around forward operator `op` keeps there."""
         node = int(self.graph.op_node[op])
         for index in self._nested_at(int(self.liveness.segment_of_node[node])) if node >= 0 else ():
             run = self.runs[index]
@@ -556,12 +557,12 @@ class Problem:
             yield index, [k.storage for k in taken if k and run.a <= k.segment and k.sites[-1] < run.b]
 
     def _nested_at(self, segment: int) -> list[int]:
-        """Indices of the runs that hold `segment` in an inner region."""
+        """Return the indices of the runs that contain `segment` in an inner region."""
         runs = enumerate(self.runs)
         return [i for i, run in runs if run.a <= segment < run.b and run.region and run.region.inner]
 
     @functools.cached_property
     def optimizer_peak_bytes(self) -> int:
-        """Peak after backward: the same under every plan."""
+        """The peak after backward, which is the same under every plan."""
         alive = self._local_bytes[self.graph.backward_end :]
         return int(alive.max()) if len(alive) else self.graph.fixed_total

@@ -60,7 +60,7 @@ class Space:
     modules: tuple[tuple[int, int, str], ...] | None = None
 
     def allows(self, first: int, end: int) -> bool:
-        """Whether nodes first..end-1 may be a region, as far as modules are concerned."""
+        """Return whether nodes first..end-1 may be a region, if regions must be modules."""
         return self.modules is None or (first, end) in self._modules
 
     @functools.cached_property
@@ -79,7 +79,7 @@ class Space:
         return found if self.modules is None else {"modules": len(self.modules), **found}
 
     def stretches(self) -> Iterator[tuple[int, int]]:
-        """Maximal runs [a, b) of segments that are not plain; they may span graph calls, which no region does."""
+        """Yield maximal runs [a, b) of segments that are not plain; they may span graph calls, which no region does."""
         start = None
         for i, segment in enumerate(self.segments):
             if segment.plain:
@@ -93,7 +93,7 @@ class Space:
 
 
 def find_space(graph: Graph, *, depth: int = DEPTH) -> Space:
-    """The default space of `graph`."""
+    """Find the default space of `graph`."""
     legal = legal_cuts(graph)
     crossing = _crossing(graph)
     for most in (1, 2, 3, 10**9):
@@ -114,7 +114,7 @@ def find_space(graph: Graph, *, depth: int = DEPTH) -> Space:
 
 
 def legal_cuts(graph: Graph) -> list[int]:
-    """Positions p, between nodes p-1 and p, where a region may begin or end."""
+    """Return the positions p, between nodes p-1 and p, where a region may begin or end."""
     count = len(graph.nodes)
     legal = np.ones(count + 1, dtype=bool)
     last_use = last_uses(graph)
@@ -131,10 +131,10 @@ def legal_cuts(graph: Graph) -> list[int]:
 
 
 def _behind_stepped(graph: Graph) -> list[int]:
-    """Positions where no region may end that is recomputed with parameters as they were in forward.
+    """Return positions where no region may end, since its parameters are stepped before it is recomputed.
 
-    Backward comes to its last nodes first. Where these take a parameter and ask for nothing that is saved, as the sum
-    with a bias does, the parameter is stepped before an older node has the region recomputed.
+    Backward runs its last nodes first. If these take a parameter and need no saved tensor, as the sum with a bias does,
+    the parameter is stepped before an older node has the region recomputed.
     """
     asks = {int(node) for node in graph.saved_tensors.node[graph.saved_tensors.unpack >= 0]}
     differentiates = set(graph.op_node[graph.forward_end : graph.backward_end].tolist())
@@ -156,12 +156,12 @@ def last_uses(graph: Graph) -> list[int]:
 
 
 def saveable(graph: Graph) -> tuple[int, ...]:
-    """Nodes whose outputs a region may save: they allocate, and neither change a value nor have theirs changed.
+    """Return the nodes whose outputs a region may save: they allocate, and nothing they touch is changed.
 
-    Storages held through backward anyway are left out, and so are runs in slices: they are made slice by slice
-    again in backward, whatever is saved of them. Within `torch.vmap` no value has a storage of its own that could be
-    given back. Where a step differentiates inside, so are nodes that not every
-    backward asks for: by how much saving one shortens a region's recomputations depends on the region.
+    Storages held through backward anyway are left out, and so are chunked rows: backward recomputes them slice by
+    slice, whatever is saved of them. Within `torch.vmap` no value has a storage of its own that could be given back. If
+    a step differentiates inside, nodes that not every backward needs are left out too: by how much saving one shortens
+    a region's recomputations depends on the region.
     """
     changed = {producer for node in graph.nodes for producer in node.mutates}
     caller_held = graph.storages.death >= graph.forward_end
@@ -185,12 +185,12 @@ def saveable(graph: Graph) -> tuple[int, ...]:
 
 
 def _mapped(graph: Graph) -> list[int]:
-    """For every node how many `torch.vmap` it is within."""
+    """Return the number of `torch.vmap` around every node."""
     return list(itertools.accumulate(_NESTING.get(node.op, 0) for node in graph.nodes))
 
 
 def asked_by_all(graph: Graph) -> set[int]:
-    """Nodes whose saves every backward of the step asks for: a region that holds one is recomputed as often."""
+    """Return the nodes whose saves every backward of the step unpacks: each recomputes a region that has one."""
     inner, table = graph.inner, graph.saved_tensors
     found = set(table.node[table.unpack >= 0].tolist())
     for task in np.unique(inner.task):
@@ -199,7 +199,7 @@ def asked_by_all(graph: Graph) -> set[int]:
 
 
 def forced_cuts(graph: Graph) -> set[int]:
-    """Ends of the graph, borders between graph calls, and both sides of nodes that must stay plain."""
+    """Return the ends of the graph, borders between graph calls, and both sides of nodes that must stay plain."""
     nodes = graph.nodes
     forced = {0, len(nodes)}
     for i, node in enumerate(nodes):
@@ -272,7 +272,7 @@ def _merge_small(
 
 
 def blocks(graph: Graph) -> list[tuple[int, int]]:
-    """Runs of nodes [first, end) that belong to one layer of the model and may be a region."""
+    """Return runs of nodes [first, end) that belong to one layer of the model and may be a region."""
     legal = set(legal_cuts(graph))
     plain = {i for i, node in enumerate(graph.nodes) if node.call == OUTSIDE or node.effect == "other"}
     found, start = [], 0

@@ -42,13 +42,13 @@ class Limits:
     clock: Clock = Clock()
 
     def at_most(self, time_s: float) -> Limits:
-        """These limits with no more than so many seconds; infinity changes nothing."""
+        """Limit the time to `time_s` seconds; infinity changes nothing."""
         if math.isinf(time_s):
             return self
         return dataclasses.replace(self, time_s=time_s if self.time_s is None else min(self.time_s, time_s))
 
     def left(self, started: float, share: float = 1.0) -> Limits:
-        """These limits with a share of what is left of their time, which began at `started` (`time.monotonic`)."""
+        """Limit the time to a share of its rest, counted from `started` (`time.monotonic`)."""
         if self.time_s is None:
             return self
         return dataclasses.replace(self, time_s=share * max(self.time_s - (time.monotonic() - started), 0.0))
@@ -56,14 +56,14 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
-    """regions in graph order; objective and bound in microseconds of recomputation.
+    """Regions in graph order; objective and bound in microseconds of recomputation.
 
-    status       "infeasible" is proved; "unknown" means that no plan within the budget was found, in time or at all;
-                 a heuristic's `regions` are then the plan of its kind that comes nearest
+    status       "infeasible" is proved; "unknown": no plan within the budget was found, in time or at all; a
+                 heuristic's `regions` are then the nearest plan of its kind
     interrupted  whether the user pressed Ctrl-C
     replayed_bytes  the peak of its plan by the replay, None if it was not replayed
-    offloads     what its plan has on the host between forward and backward
-    stall_us     what its step waits for their copies; part of the objective
+    offloads     storages that its plan has on the host between forward and backward
+    stall_us     time that its step waits for their copies; part of the objective
     """
 
     solver: str

@@ -30,7 +30,7 @@ def classes(
     op_time_ns: np.ndarray,
     local_bytes: np.ndarray,
 ) -> list[int]:
-    """A number for every segment: equal where segments are isomorphic.
+    """Return a number for every segment, equal for isomorphic ones.
 
     backward_of  for every segment its backward operators [first, end)
     op_time_ns   for every operator
@@ -79,7 +79,7 @@ class _Signatures:
         )
 
     def _operators(self, s: int) -> tuple[Hashable, ...]:
-        """Return keys of the forward operators' needs, and of the rise and fall of the step's own bytes in backward."""
+        """Return keys of the forward operators' needs, and of the changes of the step's own bytes in backward."""
         forward, (first, end) = slice(self.forward[s], self.forward[s + 1]), self.windows[s]
         return (
             self.op_time_ns[forward].tobytes(),
@@ -100,7 +100,7 @@ class _Signatures:
         )
 
     def _death(self, storage: int, made: int, seen_from: int) -> tuple[str, int]:
-        """The last operator of a storage's local life, counted from a segment's own, unless it is far away."""
+        """Return the last operator of a storage's local life, relative to a segment, unless it is far away."""
         death = int(self.graph.storages.death[storage])
         if death >= self.graph.forward_end:
             return "backward", death - self.windows[seen_from][0]
@@ -129,7 +129,7 @@ class _Signatures:
         return tuple((at, self._name(u, s)) for at, u in self.taken[s])
 
     def _name(self, storage: int, s: int) -> Hashable:
-        """A storage as segment `s` refers to it."""
+        """Return a storage's name relative to segment `s`."""
         if storage < 0 or storage in self.afar:
             return storage
         made = self._made(storage)
@@ -143,7 +143,7 @@ class _Signatures:
         return int(np.searchsorted(self.forward, op, side="right")) - 1
 
     def _far_ends(self) -> set[int]:
-        """Segments during which something from far before dies, or that make a cast for others."""
+        """Return segments during which a storage from far before dies, or that make a cast for others."""
         reused = {int(self.graph.storages.node[u]) for node in self.graph.nodes for u in node.reused}
         table = self.graph.storages
         forward = np.flatnonzero((table.death < self.graph.forward_end) & (table.node >= 0))
@@ -162,7 +162,7 @@ class _Signatures:
         return found
 
     def _afar(self) -> set[int]:
-        """Storages that some segment takes or saves from more than NEAR segments away."""
+        """Return the storages that some segment takes or saves from more than NEAR segments away."""
         table = self.graph.saved_tensors
         saved = zip(self.segment_of_node[table.node].tolist(), table.storage.tolist(), strict=True)
         taken = ((s, u) for s, found in enumerate(self.taken) for _, u in found)

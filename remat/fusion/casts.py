@@ -28,7 +28,7 @@ OF_ACTIVATIONS = {"matmul": 2, "bmm": 2, "scaled_dot_product_attention": 3}  # .
 
 
 def with_casts(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of `graph_module` in which products under autocast are given what a cast makes."""
+    """Copy `graph_module` with autocast's casts of products' arguments as nodes."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     cast_for: dict[tuple[fx.Node, int], fx.Node] = {}  # (product, position of an argument) -> the cast
@@ -51,7 +51,7 @@ def with_casts(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _activations(node: fx.Node) -> list[tuple[int, fx.Node]]:
-    """(position, value) of what a product that runs under autocast is given and casts, where nodes make it."""
+    """Return (position, value) of arguments that a product under autocast casts, if nodes make them."""
     name, made = called(node), node.meta.get("example_value")
     if not isinstance(made, Tensor) or made.dtype not in (torch.bfloat16, torch.float16):
         return []

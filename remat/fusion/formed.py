@@ -13,7 +13,7 @@ from remat.fusion.fuse import as_group, fuse
 
 
 def formed(graph_module: fx.GraphModule, form: Form, call: int) -> fx.GraphModule:
-    """A copy of the graph of call `call` as it runs in `form`: heads are cut first, and the rest is fused."""
+    """Copy the graph of call `call` into `form`: heads are chunked first, then the rest is fused."""
     chunked = chunk(graph_module, slices_in(form.chunks, call), form.rows)
     if not form.fused:
         return chunked
@@ -23,7 +23,7 @@ def formed(graph_module: fx.GraphModule, form: Form, call: int) -> fx.GraphModul
 
 
 def _fuse_losses(head: ChunkedLoss) -> None:
-    """Let what lies between the logits of a head and their gradients be a group too."""
+    """Make a group of the nodes between the logits of a head and their gradients too."""
     graph = fx.Graph()
     logits, labels = graph.placeholder("logits"), graph.placeholder("labels")
     constants = [graph.placeholder(f"constant_{i}") for i in range(head.constants)]

@@ -14,11 +14,11 @@ from remat.fusion.fused_group import FusedGroup
 from remat.fusion.groups import Group, find_groups
 from remat.fusion.open_sizes import described
 
-FUSED = "fused_group"  # what the node of a group calls, and the key of its meta for the `FusedGroup`
+FUSED = "fused_group"  # the callee of a group's node, and the key of its meta for the `FusedGroup`
 
 
 def fuse(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of `graph_module` whose groups are a node each; other nodes are as they were, in their order."""
+    """Copy `graph_module` with each group as one node; other nodes are unchanged, in their order."""
     return _Fuser(graph_module).module()
 
 
@@ -28,7 +28,7 @@ def fused_groups(graph_module: fx.GraphModule) -> list[FusedGroup]:
 
 
 def as_group(graph_module: fx.GraphModule, text: str) -> fx.GraphModule:
-    """All of a graph with one result for each row as a group, in a graph of that group alone."""
+    """Make one group of a whole graph that has one result for each row, in a graph of its own."""
     (output,) = graph_module.graph.find_nodes(op="output")
     output.args = ((output.args[0],),)
     graph_module.recompile()
@@ -84,13 +84,13 @@ class _Fuser:
 
 
 def _leaves(node: fx.Node) -> bool:
-    """Whether the storage of `node` is given out of the graph, where it may be written to."""
+    """Return whether the graph returns the storage of `node`, so that the caller may write to it."""
     own = storages(node)
     return any(user.op == "output" or (not own.isdisjoint(storages(user)) and _leaves(user)) for user in node.users)
 
 
 def _read_outside(group: Group, views: list[fx.Node]) -> list[fx.Node]:
-    """The views that are looked at again outside, in order."""
+    """Return the views that are viewed again outside, in order."""
     found: set[fx.Node] = set()
     for node in reversed(views):
         if group.is_read(node) or not found.isdisjoint(node.users):

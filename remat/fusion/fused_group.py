@@ -30,9 +30,9 @@ _OPEN: dict[tuple[Any, ...], list[Lowered | None]] = {}  # None: torch cannot
 class Ran:
     """One run of a group, forward and backward.
 
-    autocast   dtype of it in forward
-    given      inputs                    results  what was made of them
-    gradients  of the results that have one       made  gradients of the tensors given, or None
+    autocast   its dtype in forward
+    given      inputs                        results  outputs
+    gradients  of the results that have one  made     gradients of the inputs, or None
     """
 
     autocast: torch.dtype | None
@@ -44,7 +44,10 @@ class Ran:
 
 @dataclasses.dataclass
 class GroupWatch:
-    """on_run  called in backward with a group and its run, where it is set when forward runs"""
+    """The hook of a validation.
+
+    on_run  called in backward with a group and its run, if it is set when forward runs
+    """
 
     on_run: Callable[[FusedGroup, Ran], None] | None = None
 
@@ -52,10 +55,10 @@ class GroupWatch:
 class FusedGroup:
     """A group of nodes that runs as a kernel forward and a kernel backward.
 
-    module  inputs -> results in a tuple, as the nodes compute them       text  what they do
-    may_share  numbers of results that cannot be written to: equal ones are one storage
-    inputs  what the captured graph says of the inputs' sizes; None: of the second number of rows on, that is open
-    watch   what a validation does
+    module  inputs -> results in a tuple, as the nodes compute them       text  its operators
+    may_share  numbers of results that cannot be written to: equal ones share a storage
+    inputs  sizes of the inputs in the captured graph; None: only the number of rows is open, once it varies
+    watch   hook of a validation
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class FusedGroup:
         self._shapes = 0
 
     def __call__(self, *given: Any) -> Any:
-        """The result, or a tuple of them."""
+        """Return the result, or a tuple of results."""
         lowered = self.lowered(*given)
         if lowered is None:
             results = self.module(*given)
@@ -106,7 +109,7 @@ class FusedGroup:
             return None
 
     def _lowered_open(self, given: tuple[Any, ...]) -> Lowered | None:
-        """Lower for all sizes, if some are open and the inputs follow them."""
+        """Lower for all sizes, if some are open and the inputs match them."""
         inputs = self._inputs if self._inputs is not None else with_open_rows(given) if self._shapes else ()
         found = opened(inputs, given) if are_open(inputs) and not fakes_are_on() else None
         if found is None:
@@ -128,7 +131,7 @@ class FusedGroup:
         return lowered.at(found.values)
 
     def _count_shape(self) -> None:
-        """Warn where a group is compiled again and again."""
+        """Warn if a group is compiled again and again."""
         self._shapes += 1
         if self._shapes == MANY_SHAPES:
             warnings.warn(
@@ -143,7 +146,7 @@ class FusedGroup:
         return f"{self.module.code} {targets} {self.may_share}"
 
     def _bound(self, given: Sequence[Any]) -> Any:
-        """`module` as a function of its tensors, with numbers as they are."""
+        """Return `module` as a function of its tensors, with numbers fixed."""
         if all(isinstance(value, Tensor) for value in given):
             return self.module
 
@@ -198,7 +201,7 @@ class _Fused(Function):
 
 
 def _apart(results: Sequence[Any]) -> Iterator[Tensor]:
-    """`results`, each a tensor of its own, also where several are one."""
+    """Yield `results`, with a detached copy for each repeated tensor."""
     seen: set[int] = set()
     for result in results:
         yield result.detach() if id(result) in seen else result
@@ -206,7 +209,7 @@ def _apart(results: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def _laid_out(gradient: Tensor, layout: Any) -> Tensor:
-    """`gradient` in the layout that the kernel was made for."""
+    """Return `gradient` in the layout that the kernel was made for."""
     if layout_of(gradient) == layout:
         return gradient
     return empty(layout).copy_(gradient)

@@ -29,20 +29,20 @@ _ALLOCATION = "empty_strided_"  # and the device
 
 @dataclasses.dataclass
 class Loaded:
-    """How many modules of generated code were loaded without kernels, and what their loops read and write."""
+    """The number of modules of generated code loaded without kernels, and the bytes that their loops move."""
 
     modules: int = 0
     moved_bytes: int = 0
 
     def require_more_than(self, before: int) -> None:
-        """Raise RematError where a graph was compiled past us: its kernels would read from fake tensors."""
+        """Raise RematError if a graph was compiled without the hook: its kernels would read from fake tensors."""
         if self.modules == before:
             raise _unknown("hands no generated module over")
 
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[Loaded]:
-    """While it lasts, what Inductor compiles is for fake tensors. Raises RematError on a torch without the hook."""
+    """Let Inductor compile for fake tensors while the context is open. Raises RematError if torch has no hook."""
     loaded = Loaded()
 
     def load(key: str, path: str, linemap: Any = None, attrs: dict[str, Any] | None = None, **_: Any) -> Any:
@@ -81,7 +81,7 @@ def _unknown(what: str) -> RematError:
 
 
 class _NoKernels:
-    """Stands for what compiles kernels."""
+    """Stands in for the compiler of kernels."""
 
     def __getattr__(self, name: str) -> Callable[..., _NoKernel]:
         return lambda *args, **kwargs: _NoKernel()
@@ -105,7 +105,7 @@ def _allocation_on(device: str) -> Callable[..., torch.Tensor]:
 
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    """Fakes have no address that could be misaligned."""
+    """Return `tensor`: fakes have no address that could be misaligned."""
     return tensor
 
 

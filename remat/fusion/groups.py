@@ -46,7 +46,7 @@ VIEWS = _names("""
     expand_as movedim swapaxes narrow select
 """)
 RULED = POINTWISE | REDUCING | VIEWS
-MAY_VIEW = VIEWS | {"to", "double", "autocast", "contiguous"}  # what these make may be what they are given
+MAY_VIEW = VIEWS | {"to", "double", "autocast", "contiguous"}  # their result may be their input
 COMPOSITE = frozenset({"cross_entropy", "normalize", "rms_norm"})
 MOST_MEMBERS = 100
 
@@ -69,21 +69,21 @@ class Group:
         return list(dict.fromkeys(n for member in self.members for n in member.all_input_nodes if n not in inside))
 
     def is_read(self, node: fx.Node) -> bool:
-        """Whether a node outside reads a member."""
+        """Return whether a node outside reads a member."""
         return not set(node.users).issubset(self.members)
 
     def is_worth(self) -> bool:
-        """Rule 6."""
+        """Return whether the group is worth a kernel, by Rule 6."""
         return len(self.makers) > 1 or any(canonical(called(node)) in COMPOSITE for node in self.makers)
 
 
 def find_groups(graph_module: fx.GraphModule) -> list[Group]:
-    """The groups of a captured graph, by the position of their last members."""
+    """Find the groups of a captured graph, by the position of their last members."""
     return _Finder(captured_nodes(graph_module)).groups()
 
 
 class _Finder:
-    """`open` are the groups that may still grow."""
+    """Finds groups; `_open` are those that may still grow."""
 
     def __init__(self, nodes: list[fx.Node]):
         self._nodes = nodes
@@ -110,7 +110,7 @@ class _Finder:
         return sorted(found, key=lambda group: self._order[group.members[-1]])
 
     def _take_views_of_inputs(self, group: Group) -> None:
-        """Rule 2. A part of what is several tensors comes with all of it, or not at all."""
+        """Add views of inputs by Rule 2. A part of several tensors is added with all of it, or not at all."""
         waiting, made = group.inputs, len(group.members)
         while waiting:
             node = waiting.pop()
@@ -127,7 +127,7 @@ class _Finder:
         return group
 
     def _joined(self, groups: set[Group]) -> Group:
-        """One group of several, or a new one where they are too many nodes already; those are closed."""
+        """Join several groups, or begin a new one if they have too many nodes already; those are closed."""
         members = [member for group in groups for member in group.members]
         makers = [maker for group in groups for maker in group.makers]
         if len(members) >= MOST_MEMBERS:
@@ -138,14 +138,14 @@ class _Finder:
         return joined
 
     def _is_view(self, node: fx.Node, read: set[Group]) -> bool:
-        """Rule 2."""
+        """Return whether a node is a view that its group takes, by Rule 2."""
         if canonical(called(node)) not in MAY_VIEW or len(read) != 1 or not read <= self._open or not _is_sound(node):
             return False
         (group,) = read
         return storages(node) <= storages(group.makers)
 
     def _only_looks(self, node: fx.Node) -> bool:
-        """Whether a node, of no group yet, is a view with a gradient of a value without writes."""
+        """Return whether a node, of no group yet, is a view with a gradient of a value without writes."""
         leaves = tree_leaves(_value(node))
         if canonical(called(node)) not in VIEWS or node in self._group_of or not _is_sound(node):
             return False
@@ -155,7 +155,7 @@ class _Finder:
         return made <= storages(node.all_input_nodes) and made.isdisjoint(self._written)
 
     def _is_maker(self, node: fx.Node) -> bool:
-        """Rules 1 and 5."""
+        """Return whether a node makes a value in a group, by Rules 1 and 5."""
         name, value = canonical(called(node)), _value(node)
         if name not in RULED or not isinstance(value, torch.Tensor) or not value.requires_grad:
             return False
@@ -166,7 +166,7 @@ class _Finder:
 
 
 def _is_sound(node: fx.Node) -> bool:
-    """Whether all that a node takes and gives are plain tensors and constants."""
+    """Return whether all inputs and outputs of a node are plain tensors and constants."""
     values = [leaf for n in (node, *node.all_input_nodes) for leaf in tree_leaves(_value(n))]
     tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor)]
     plain = all(t.layout is torch.strided and not t.is_complex() for t in tensors)
@@ -178,7 +178,7 @@ def _is_sound(node: fx.Node) -> bool:
 
 
 def _is_several(node: fx.Node) -> bool:
-    """Whether the value of a node is several tensors."""
+    """Return whether the value of a node is several tensors."""
     value = _value(node)
     return not isinstance(value, torch.Tensor) and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
 

@@ -42,7 +42,7 @@ _is_interpreted = False
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """While it lasts, new kernels run operator by operator, as where there is no compiler."""
+    """Run new kernels operator by operator while the context is open, as without a compiler."""
     global _is_interpreted
     before, _is_interpreted = _is_interpreted, True
     try:
@@ -68,7 +68,7 @@ def empty(layout: Layout) -> Tensor:
 class Kernel:
     """A graph of ATen operators, from tensors of `given` layouts to new ones of `made` layouts.
 
-    open  what the graph takes where sizes are open: those that it cannot read off its tensors, then its tensors
+    open  inputs of a graph with open sizes: the sizes that its tensors do not show, then its tensors
     """
 
     graph: fx.GraphModule
@@ -79,7 +79,7 @@ class Kernel:
 
     @staticmethod
     def of(graph: fx.GraphModule) -> Kernel:
-        """The kernel of a graph whose nodes know their values: the one that was there before, if there is one."""
+        """Return the kernel of a graph whose nodes know their values; the existing one if there is one."""
         values = tuple(node.meta["val"] for node in graph.graph.find_nodes(op="placeholder"))
         given = tuple(layout_of(value) for value in values if isinstance(value, Tensor))
         made = tuple(layout_of(node.meta["val"]) for node in _results(graph))
@@ -97,7 +97,7 @@ class Kernel:
         return list(self._compiled([*sizes, *given]))
 
     def begin(self) -> None:
-        """Let it be compiled, beside what else is."""
+        """Begin to compile it, beside others."""
         is_new = self._begun is None and "_compiled" not in vars(self)
         if is_new and not _is_interpreted and self.given and self.given[0][-1] == "cpu":
             waiting = Waiting()
@@ -117,7 +117,7 @@ class Kernel:
         return lambda given: self.graph(*given)
 
     def compile(self) -> None:
-        """Let it be compiled now, if it is not."""
+        """Compile it now, unless that is done."""
         _ = self._compiled
 
     def _ended(self) -> Callable[[list[Any]], Any]:
@@ -142,7 +142,7 @@ class Kernel:
 
     @functools.cached_property
     def _seen(self) -> tuple[int, int]:
-        """(bytes moved, workspace) of Inductor's code; of the least that there is to move where it is not known."""
+        """(bytes moved, workspace) of Inductor's code; if unknown, the least bytes to move."""
         assert not self.open, "a step is recorded with sizes as they are"
         once = sum(map(_bytes, (*self.given, *self.made)))
         try:
@@ -193,7 +193,7 @@ def _warn_once(why: str) -> None:
 
 
 class _Allocations(TorchDispatchMode):
-    """`most`: bytes of new storages that are alive at once, at most."""
+    """Tracks new storages; `most` is the peak of their bytes."""
 
     def __init__(self) -> None:
         super().__init__()

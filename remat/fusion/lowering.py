@@ -35,9 +35,9 @@ from remat.fusion.zeros import without
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A kernel, and how what is asked for is made of its inputs and results: `views(*numbers, *inputs, *results)`.
+    """A kernel, and how its caller's values follow from its inputs and results: `views(*numbers, *inputs, *results)`.
 
-    sizes    open ones that it is given as numbers, in expressions of symbols        numbers  what they are now
+    sizes    open sizes passed as numbers, as expressions of symbols        numbers  their present values
     """
 
     kernel: Kernel
@@ -56,7 +56,7 @@ class Part:
         if self.is_interpreted:
             made = list(self.kernel.graph(*self.numbers, *given))
         else:
-            numbers = (self.numbers,) if self.numbers else ()  # else, what is recorded would differ
+            numbers = (self.numbers,) if self.numbers else ()  # else the record would differ
             made = torch.ops.remat.fused(self.kernel.name, list(given), *numbers) if self.kernel.made else []
         found: Sequence[Tensor | None] = self.views(*self.numbers, *given, *made)
         return found
@@ -66,13 +66,13 @@ class Part:
 class Lowered:
     """A group for inputs of certain layouts, some of whose sizes may be open.
 
-    forward         inputs -> results, and what is kept
-    backward_graph  what is kept, and the gradients of the results that have one -> gradients of the inputs, or None
-    results         how many there are           differentiable  which of them have a gradient
+    forward         inputs -> results, and kept values
+    backward_graph  kept values, and the gradients of the results that have one -> gradients of the inputs, or None
+    results         number of results            differentiable  whether each has a gradient
     tangents        layouts of those gradients, in which backward takes them
     mode, symbols   of open sizes                  values  of the symbols
-    parts           backwards that there are already, by the gradients that are missing
-    settled         those that are known to hold for these values, or to run operator by operator
+    parts           existing backwards, by the gradients that are missing
+    settled         backwards known to hold for these values, or to run operator by operator
     """
 
     forward: Part
@@ -87,9 +87,10 @@ class Lowered:
     settled: dict[tuple[int, ...], Part] = dataclasses.field(default_factory=dict)
 
     def backward(self, *missing: int) -> Part:
-        """Select all gradients but those numbered `missing`, which do not exist.
+        """Return the backward for all gradients but those numbered `missing`, which do not exist.
 
-        Compiling it may assume more of open sizes. What does not hold for these runs operator by operator.
+        Compiling it may assume more of open sizes. If that does not hold for the present ones, it runs operator by
+        operator.
         """
         if missing not in self.parts:
             graph = self.backward_graph
@@ -111,18 +112,18 @@ class Lowered:
         return self.mode
 
     def compile(self) -> None:
-        """Let all be compiled that a step needs: then it is known for which sizes it holds."""
+        """Compile everything that a step needs, which settles the sizes for which it holds."""
         self.begin()
         for part in (self.forward, self.backward()):
             part.kernel.compile()
 
     def begin(self) -> None:
-        """Let its kernels be compiled, beside each other."""
+        """Begin to compile its kernels, beside each other."""
         for part in (self.forward, self.backward()):
             part.kernel.begin()
 
     def holds(self, values: Sequence[int]) -> bool:
-        """Whether it is for open sizes of these values."""
+        """Return whether it holds for open sizes of these values."""
         return holds(self._mode, dict(zip(self.symbols, values, strict=True)))
 
     def at(self, values: Sequence[int]) -> Lowered:
@@ -137,7 +138,7 @@ def lower_open(
     given: OpenInputs,
     may_share: Collection[int] = (),
 ) -> Lowered:
-    """`lower` for open sizes. `bound` makes of all inputs a function of the tensors among them."""
+    """Run `lower` for open sizes. `bound` turns all inputs into a function of the tensors among them."""
     mode, symbols, inputs = given.fakes()
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     return dataclasses.replace(lower(bound(inputs), tensors, may_share, mode), mode=mode, symbols=tuple(symbols))
@@ -149,9 +150,9 @@ def lower(
     may_share: Collection[int] = (),
     mode: FakeTensorMode | None = None,
 ) -> Lowered:
-    """`module` for inputs like `given`, under the autocast that is on. Raises RematError where torch cannot.
+    """Lower `module` for inputs like `given`, under the current autocast. Raises RematError if torch cannot.
 
-    may_share  numbers of results of which equal ones may be one storage
+    may_share  numbers of results of which equal ones may share a storage
     mode       of `given`, if they are fakes already
     """
     with without_modes(), saved_tensors_hooks(_same, _same), torch.enable_grad(), mode or FakeTensorMode():
@@ -177,19 +178,19 @@ def lower(
 
 
 def _joint(module: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """Forward and backward in one graph; results are storages of their own."""
+    """Trace forward and backward into one graph; results get storages of their own."""
 
     def apart(*given: Tensor) -> tuple[Tensor, ...]:
         return tuple(result.clone() for result in module(*given))
 
     try:
         return joint_of(lambda *given: tuple(module(*given)), inputs)
-    except RuntimeError:  # a result is an input, or a view (a cast to what it is already, a reshaped copy)
+    except RuntimeError:  # a result is an input, or a view (a cast to its own dtype, a reshaped copy)
         return joint_of(apart, inputs)
 
 
 def _size_by_inputs(joint: fx.GraphModule, count: int) -> None:
-    """Read open sizes off the inputs of forward alone: what forward takes of a gradient's cannot be cut from it."""
+    """Read open sizes off the inputs of forward alone, since forward cannot depend on gradients."""
     placeholders = joint.graph.find_nodes(op="placeholder")
     inputs, gradients = placeholders[:count], set(placeholders[count:])
     looked_up = list(joint.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int))
@@ -222,13 +223,13 @@ def _tensors_taken(graph_module: fx.GraphModule) -> list[fx.Node]:
 
 
 def _drop_sizes(forward: fx.GraphModule) -> None:
-    """Return no sizes: the caller of backward knows them."""
+    """Return no sizes from forward: the caller of backward knows them."""
     (output,) = forward.graph.find_nodes(op="output")
     output.args = ([node for node in _outputs(forward) if not is_size(node)],)
 
 
 def _chain(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """(what `node` looks at in the end, the views in between and `node`, in order)."""
+    """Return (base of `node`, the views from it to `node`, in order)."""
     views: list[fx.Node] = []
     while calls_view(node):
         views.insert(0, node)
@@ -237,7 +238,7 @@ def _chain(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def _keep_bases(forward: fx.GraphModule, backward: fx.GraphModule, count: int) -> None:
-    """Keep, in the place of a view, what it looks at; backward looks again."""
+    """Keep the base in place of a view, which backward makes again."""
     (output,) = forward.graph.find_nodes(op="output")
     outputs, taken = _outputs(forward), _tensors_taken(backward)
     sizes = SizeNodes(backward.graph, backward.graph.find_nodes(op="placeholder"))
@@ -268,7 +269,7 @@ def _merge_twins(forward: fx.GraphModule, may_share: Collection[int]) -> None:
 
 
 def _part(graph_module: fx.GraphModule) -> Part:
-    """A graph as a kernel and views; sizes come before tensors."""
+    """Split a graph into a kernel and views; sizes come before tensors."""
     outputs = _outputs(graph_module)
     inputs = graph_module.graph.find_nodes(op="placeholder")
     numbers = tuple(node.meta["val"].node.expr for node in inputs if is_size(node))

@@ -61,7 +61,7 @@ def with_open_rows(given: Sequence[Any]) -> list[Described]:
 
 
 def are_open(inputs: Sequence[Described]) -> bool:
-    """Whether a size of a tensor among `inputs` is open."""
+    """Return whether a size of a tensor among `inputs` is open."""
     return any(isinstance(each, Sizes) and any(size.free_symbols for size in each.shape) for each in inputs)
 
 
@@ -76,10 +76,9 @@ class TensorKind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OpenInputs:
-    """Inputs of a group, some of their sizes open.
+    """The inputs of a group, some of their sizes open.
 
-    kinds   of each tensor its sizes, dtype, type of device, and whether it has a gradient; of each number, or of some,
-            what they are
+    kinds   of each tensor its sizes, dtype, device type, and whether it has a gradient; of other inputs their numbers
     values  of the symbols, in order
     """
 
@@ -87,7 +86,7 @@ class OpenInputs:
     values: tuple[int, ...]
 
     def fakes(self) -> tuple[FakeTensorMode, list[Any], list[Any]]:
-        """(mode, its symbols, inputs): tensors are fakes of the mode."""
+        """Return (mode, its symbols, inputs), with tensors as fakes of the mode."""
         mode, symbols = symbols_for(self.values)
         renamed = dict(zip(_symbols(len(self.values)), symbols, strict=True))
         numbers = dict(zip(_symbols(len(self.values)), self.values, strict=True))
@@ -128,7 +127,7 @@ def opened(inputs: Sequence[Described], given: Sequence[Any]) -> OpenInputs | No
     valued = dict(zip(renamed.values(), values, strict=True))
 
     def rewritten(expressions: Sequence[sympy.Expr], found: Sequence[int]) -> tuple[sympy.Expr, ...] | None:
-        """`expressions` of our symbols, if they are what was found."""
+        """Rewrite `expressions` in our symbols; None if their values differ from `found`."""
         again = tuple(expression.xreplace(renamed) for expression in expressions)
         now = [expression.xreplace(valued) for expression in again]
         return again if all(e == n for e, n in zip(now, found, strict=True)) else None
@@ -158,7 +157,7 @@ def _symbols(count: int) -> list[sympy.Symbol]:
 
 
 def _dense(shape: Sequence[sympy.Expr], value: Tensor) -> list[sympy.Expr]:
-    """Strides without gaps, in the order of those of `value`."""
+    """Return strides without gaps, in the order of those of `value`."""
     found, step = [sympy.Integer(0)] * value.dim(), sympy.Integer(1)
     for dim in sorted(range(value.dim()), key=lambda dim: (value.stride(dim), value.shape[dim])):
         found[dim], step = step, step * shape[dim]
@@ -169,12 +168,12 @@ def _dense(shape: Sequence[sympy.Expr], value: Tensor) -> list[sympy.Expr]:
 
 
 def is_size(node: Any) -> bool:
-    """Whether a node of such a graph is an open size."""
+    """Return whether a node of a lowered graph is an open size."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def concrete(layout: Layout, values: dict[Any, int]) -> Layout:
-    """A layout whose symbols have values."""
+    """Substitute values for the symbols of a layout."""
     shape, stride, dtype, device = layout
     return _numbers(shape, values), _numbers(stride, values), dtype, device
 
@@ -188,14 +187,14 @@ def number_of(expression: sympy.Expr, values: dict[Any, int]) -> int:
 
 
 class SizeNodes:
-    """Nodes of a graph that are sizes, made out of its inputs where the graph is being written."""
+    """Nodes for sizes in a graph under construction, computed from its inputs."""
 
     def __init__(self, graph: fx.Graph, inputs: Sequence[fx.Node]):
         self._graph, self._inputs = graph, inputs
         self._given = {node.meta["val"].node.expr: node for node in inputs if is_size(node)}
 
     def of(self, size: Any) -> Any:
-        """A number as it is, an open size as a node. Raises RematError where the inputs do not tell it."""
+        """Return a number unchanged, an open size as a node. Raises RematError if the inputs do not determine it."""
         if not isinstance(size, torch.SymInt):
             return size
         expression = size.node.expr

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 def sum_in_stages(joint: fx.GraphModule) -> None:
-    """Cut the sums of a graph of ATen operators over leading dimensions, in place; the graph knows its values."""
+    """Cut sums over leading dimensions in a graph of ATen operators, in place; its nodes know their values."""
     sizes = SizeNodes(joint.graph, joint.graph.find_nodes(op="placeholder"))
     for node in joint.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
         rows = _rows(node)
@@ -37,7 +37,7 @@ def sum_in_stages(joint: fx.GraphModule) -> None:
 
 
 def _rows(node: fx.Node) -> int | torch.SymInt:
-    """Return the number of rows added if they are all of the leading dimensions; else 0."""
+    """Return the number of rows added if these are all leading dimensions; else 0."""
     arguments: Any = node.args
     value: Tensor = arguments[0].meta["val"]
     if not value.dim():
@@ -52,7 +52,7 @@ def _rows(node: fx.Node) -> int | torch.SymInt:
 
 
 def _stages(rows: int) -> list[int]:
-    """Factors of `rows`, each about `STAGE` where there are such."""
+    """Return factors of `rows`, each about `STAGE` if possible."""
     found = []
     while rows > FEW:
         factor = min((f for f in range(2, FEW + 1) if rows % f == 0), key=lambda f: abs(f - STAGE), default=0)
@@ -92,7 +92,7 @@ def _cut_open(graph: fx.Graph, node: fx.Node, rows: torch.SymInt, sizes: SizeNod
 
 
 def _filled(graph: fx.Graph, given: fx.Node, rows: fx.Node, width: int) -> fx.Node:
-    """`given` with rows of zeros behind it."""
+    """Append rows of zeros to `given`."""
     value: Tensor = given.meta["val"]
     zeros = graph.call_function(aten.full.default, ([rows, width], 0), {"dtype": value.dtype, "device": value.device})
     node = graph.call_function(aten.cat.default, ([given, zeros],))
@@ -103,7 +103,7 @@ def _filled(graph: fx.Graph, given: fx.Node, rows: fx.Node, width: int) -> fx.No
 
 
 def _end(graph: fx.Graph, node: fx.Node, given: fx.Node) -> None:
-    """Add the rows that are left, in the place of `node`."""
+    """Add up the rows that are left, in place of `node`."""
     given = _call(graph, aten.sum.dim_IntList, given, [0])
     given = _call(graph, aten.view.default, given, list(node.meta["val"].shape))
     given.meta = {**node.meta, "val": given.meta["val"]}

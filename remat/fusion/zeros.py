@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def without(backward: fx.GraphModule, missing: Sequence[fx.Node]) -> fx.GraphModule:
-    """A copy of `backward` without its inputs `missing`, whose gradients of nothing else are None."""
+    """Copy `backward` without its inputs `missing`; gradients that come from them alone are None."""
     return _Follower(backward, missing).module()
 
 
@@ -53,7 +53,7 @@ class _Follower:
             self._copies[node] = self._graph.node_copy(node, self._copy_of)
 
     def _other(self, node: fx.Node) -> fx.Node | None:
-        """The term of a sum that is not missing, where it is the sum."""
+        """Return the term of a sum that is not missing, if it equals the sum."""
         (other,) = (n for n in node.all_input_nodes if n not in self._zeros)
         value, made = other.meta["val"], node.meta["val"]
         alike = (
@@ -77,6 +77,6 @@ class _Follower:
 
 
 def _looks_at_shapes_only(node: fx.Node) -> bool:
-    """`full_like`, `new_ones`, ...: what they give is none of what they are given."""
+    """Return whether a node is `full_like`, `new_ones` or the like, which ignore their input's values."""
     name = getattr(node.target, "__name__", "")
     return name.partition(".")[0].endswith("_like") or name.startswith("new_")

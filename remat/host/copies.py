@@ -20,16 +20,16 @@ Copy = Any  # a copy that was begun
 
 
 class Copies(Protocol):
-    """All tensors are flat: one dimension, a whole storage."""
+    """Copies of flat tensors, each of one dimension and a whole storage."""
 
     def host(self, size_bytes: int) -> Host:
-        """Memory of the host that lasts until it is let go of."""
+        """Allocate host memory, which is freed with its last reference."""
 
     def out(self, flat: Tensor, host: Host, offset: int) -> Copy:
         """Begin to copy `flat` to byte `offset` of `host`."""
 
     def room_for(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """New memory of the device."""
+        """Allocate memory on the device."""
 
     def back(self, host: Host, offset: int, flat: Tensor) -> Copy:
         """Begin to copy from byte `offset` of `host` to `flat`."""
@@ -41,16 +41,16 @@ class Copies(Protocol):
         """Drop the result of `copy`; its memory is about to go back to the device."""
 
     def let_go(self, flat: Tensor) -> None:
-        """Told before the memory of `flat` goes back to the device."""
+        """Note that the memory of `flat` is about to be freed on the device."""
 
     def synchronize(self) -> None:
         """Return when every copy out has ended."""
 
 
 class InstantCopies:
-    """On a CPU, where the host's memory is the device's: copies have ended when they have begun.
+    """Copies on a CPU, whose memory is the host's: they end at once.
 
-    The host's memory is not torch's, so what is measured of torch's allocator is the device's share.
+    The host's part is not torch's memory, so torch's allocator shows the device's part.
     """
 
     def host(self, size_bytes: int) -> Host:
@@ -82,13 +82,13 @@ class InstantCopies:
 
 
 class StreamCopies:
-    """On CUDA: a stream out, a stream back, pinned memory, and events between them and compute.
+    """Copies on CUDA: a stream out, a stream back, pinned memory, and events between them and compute.
 
-    Memory is allocated and let go of on the compute stream alone, which waits for a copy before it gives up or uses
-    what was copied; so the caching allocator needs no `record_stream`.
+    Memory is allocated and freed on the compute stream alone, which waits for a copy before it frees or uses the
+    copied memory; so the caching allocator needs no `record_stream`.
 
-    shares_host  one place on the host may be written and read by copies that are not waited for yet: then copies out
-                 and back wait for each other
+    shares_host  whether pending copies may write and read one place on the host, so that copies out and back wait for
+                 each other
     """
 
     def __init__(self, device: torch.device, shares_host: bool = True):
@@ -102,7 +102,7 @@ class StreamCopies:
     def out(self, flat: Tensor, host: Host, offset: int) -> Copy:
         with unseen():
             if self._shares_host:
-                self._out.wait_stream(self._back)  # which may still read what an older forward had in this place
+                self._out.wait_stream(self._back)  # which may still read an older forward's data in this place
             return self._copy(self._out, host[offset : offset + flat.nbytes], flat.view(torch.uint8))
 
     def room_for(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -112,7 +112,7 @@ class StreamCopies:
     def back(self, host: Host, offset: int, flat: Tensor) -> Copy:
         with unseen():
             if self._shares_host:
-                self._back.wait_stream(self._out)  # what comes back has gone out
+                self._back.wait_stream(self._out)  # fetched data has left before
             return self._copy(self._back, flat.view(torch.uint8), host[offset : offset + flat.nbytes])
 
     def _copy(self, stream: torch.cuda.Stream, to: Tensor, source: Tensor) -> Copy:
@@ -139,11 +139,11 @@ class StreamCopies:
 
 @contextlib.contextmanager
 def unseen() -> Any:
-    """Hide the code within from all modes and from autograd: it is no part of the step."""
+    """Hide the code within from all modes and from autograd, since it is no part of the step."""
     with without_modes(), torch.no_grad():
         yield
 
 
 def copies_on(device: torch.device, shares_host: bool = True) -> Copies:
-    """Who copies between `device` and the host; see `StreamCopies`."""
+    """Return the copies between `device` and the host; see `StreamCopies`."""
     return StreamCopies(device, shares_host) if device.type == "cuda" else InstantCopies()

@@ -70,18 +70,18 @@ def offload_optimizer(optimizer: _Optimizer) -> _Optimizer:
 
 
 def offloaded_state(optimizer: torch.optim.Optimizer) -> OffloadedState | None:
-    """The state of `optimizer` where it is on the host."""
+    """Return the state of `optimizer` if it is on the host."""
     return _offloaded.get(optimizer)
 
 
 def is_offloaded(parameter: nn.Parameter) -> bool:
-    """Whether some optimizer that has `parameter` has its state on the host."""
+    """Return whether some optimizer of `parameter` has its state on the host."""
     groups = (group for optimizer in list(_offloaded) for group in optimizer.param_groups)
     return any(parameter is each for group in groups for each in group["params"])
 
 
 def can_be_offloaded(optimizer: Any) -> bool:
-    """Whether it is known to step every parameter by itself."""
+    """Return whether `optimizer` is known to step every parameter by itself."""
     kind = type(optimizer)
     known = {value for value in vars(torch.optim).values() if isinstance(value, type)}
     return isinstance(optimizer, torch.optim.Optimizer) and kind in known and kind.__name__ not in _WHOLE
@@ -89,7 +89,7 @@ def can_be_offloaded(optimizer: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _OnHost:
-    """A state tensor that is on the host; `shown` is what the optimizer's state has in its place."""
+    """A state tensor on the host; `shown` takes its place in the optimizer's state."""
 
     shown: Tensor
     host: Any
@@ -97,7 +97,7 @@ class _OnHost:
 
 @dataclasses.dataclass(eq=False)
 class _Moving:
-    """A state tensor on its way, with all of its storage on the device."""
+    """A state tensor that is moving, with all of its storage on the device."""
 
     parameter: nn.Parameter
     name: str
@@ -107,9 +107,9 @@ class _Moving:
 
 @dataclasses.dataclass(eq=False)
 class _Part:
-    """Some of the parameters of a group, stepped together; without a group, one that will have its gradient.
+    """Some parameters of a group, stepped together; without a group, one whose gradient is still to come.
 
-    arriving  their state, once it is on its way
+    arriving  their state, once it is moving
     """
 
     group: dict[str, Any]
@@ -119,9 +119,9 @@ class _Part:
 
 
 class OffloadedState:
-    """See `offload_optimizer`.
+    """The state of an optimizer on the host, see `offload_optimizer`.
 
-    copies      who copies; for the device of each parameter by default
+    copies      makes the copies; chosen for the device of each parameter by default
     part_bytes  of the parameters of a part
     """
 
@@ -131,7 +131,7 @@ class OffloadedState:
         self.part_bytes = part_bytes
         self._copies: dict[torch.device, Copies] = {}
         self._on_host: dict[nn.Parameter, dict[str, _OnHost]] = {}
-        self._brought: dict[tuple[nn.Parameter, str], Tensor] = {}  # what is in the state because it came back
+        self._brought: dict[tuple[nn.Parameter, str], Tensor] = {}  # tensors in the state that were fetched
         self._leaving: list[_Moving] = []
         self._parts: list[_Part] = []
         self._reference = weakref.ref(optimizer)
@@ -142,7 +142,7 @@ class OffloadedState:
         self._bring_out(optimizer)
 
     def on_device(self) -> list[Tensor]:
-        """The state that is not on the host."""
+        """List the state that is not on the host."""
         shown = {id(each.shown) for found in self._on_host.values() for each in found.values()}
         values = (value for state in self._optimizer.state.values() for value in state.values())
         return [value for value in values if isinstance(value, Tensor) and id(value) not in shown]
@@ -162,7 +162,7 @@ class OffloadedState:
 
     @torch.compiler.disable
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """Before a step: its function gets the optimizer whose groups come part by part."""
+        """Replace the optimizer in a step's arguments by one whose groups come part by part."""
         require_steps_by_parameter(optimizer, OFFLOAD)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise UsageError("a step whose state is on the host cannot be captured in a CUDA graph.")
@@ -170,7 +170,7 @@ class OffloadedState:
         return (Stepping(optimizer, lambda: _Stream(self.stream())), *args[1:]), kwargs
 
     def stream(self) -> Iterator[dict[str, Any]]:
-        """The optimizer's groups, part by part, the state of each on the device while it is out."""
+        """Yield the optimizer's groups part by part, each with its state on the device."""
         self._parts = self._split(self._optimizer.param_groups)
         try:
             for part in self._parts:
@@ -185,9 +185,9 @@ class OffloadedState:
 
     @contextlib.contextmanager
     def here(self, parameter: nn.Parameter, following: nn.Parameter | None) -> Iterator[None]:
-        """The state of `parameter`, whose gradient is there, is on the device; that of `following` is on its way.
+        """Have the state of `parameter`, whose gradient exists, on the device, and begin to fetch that of `following`.
 
-        Between two such parameters backward goes on. `step()` lets go of what has come for nothing.
+        Backward goes on between two such parameters. `step()` frees state that was fetched in vain.
         """
         coming = {id(each.parameters[0]): each for each in self._parts}
         part = coming.pop(id(parameter), _Part({}, [parameter]))
@@ -199,7 +199,7 @@ class OffloadedState:
         self._leave(part)
 
     def _split(self, groups: Iterable[dict[str, Any]]) -> list[_Part]:
-        """All parameters in order, a group's never together with another's."""
+        """Split all parameters into parts in order, without mixing groups."""
         found: list[_Part] = []
         for group in groups:
             of_group: list[list[nn.Parameter]] = [[]]
@@ -217,7 +217,7 @@ class OffloadedState:
         return found
 
     def _arrive(self, part: _Part) -> None:
-        """Have the state of `part` on the device, and that of the part after it on its way."""
+        """Have the state of `part` on the device, and begin to fetch that of the part after it."""
         self._settle()
         if part.arriving is None:
             self._fetch(part)
@@ -239,7 +239,7 @@ class OffloadedState:
         self._brought.clear()
 
     def _stop(self) -> None:
-        """Let go of what is on its way, and have on the host all that has left for it."""
+        """Drop state that is moving to the device, and complete all copies to the host."""
         for part in self._parts:
             for each in part.arriving or ():
                 self._copies_on(each.flat.device).abandon(each.copy)
@@ -265,7 +265,7 @@ class OffloadedState:
         return value.device == parameter.device and whole and value.nbytes >= SMALL_BYTES
 
     def _fetch(self, part: _Part) -> None:
-        """Begin to bring back the state of `part`: of what will be stepped."""
+        """Begin to fetch the state of those parameters of `part` that will be stepped."""
         part.arriving = []
         for parameter in part.parameters:
             if parameter.grad is None and part.group:
@@ -279,7 +279,7 @@ class OffloadedState:
                     part.arriving.append(_Moving(parameter, name, flat, copies.back(each.host, 0, flat)))
 
     def _send(self, parameter: nn.Parameter, name: str, value: Tensor) -> _Moving:
-        """Begin to bring `value` to the place that it came from, or to a new one. (Rule 4)"""
+        """Begin to copy `value` to its former place on the host, or to a new one. (Rule 4)"""
         copies, places = self._copies_on(value.device), self._on_host.setdefault(parameter, {})
         known = places.get(name)
         if known is None or self._brought.get((parameter, name)) is not value:
@@ -290,7 +290,7 @@ class OffloadedState:
         return _Moving(parameter, name, flat, copies.out(flat, known.host, 0))
 
     def _settle(self) -> None:
-        """Let go of what has left."""
+        """Free the device memory of state that has left."""
         for each in self._leaving:
             copies = self._copies_on(each.flat.device)
             copies.wait(each.copy)
@@ -298,7 +298,7 @@ class OffloadedState:
         self._leaving.clear()
 
     def _bring_out(self, optimizer: torch.optim.Optimizer) -> None:
-        """Everything to the host: after a `state_dict` was loaded, and where training had begun before."""
+        """Move everything to the host: after a `state_dict` was loaded, and when the state existed before."""
         for part in self._split(optimizer.param_groups):
             self._leave(part)
             self._settle()
@@ -306,7 +306,7 @@ class OffloadedState:
         self._forget_what_is_gone()
 
     def _forget_what_is_gone(self) -> None:
-        """Places on the host of what is no longer in the state."""
+        """Drop places on the host whose values are no longer in the state."""
         state = self._optimizer.state
         for parameter, places in list(self._on_host.items()):
             of_it = state.get(parameter, {})
@@ -325,12 +325,12 @@ class OffloadedState:
 
 
 def _like(flat: Tensor, model: Tensor) -> Tensor:
-    """The elements of `flat` in the shape of `model`."""
+    """Return the elements of `flat` in the shape of `model`."""
     return flat.as_strided(model.shape, model.stride())
 
 
 class _Stream:
-    """An iterator that is not traced: it allocates and copies while the step that goes through it may be compiled."""
+    """An iterator that is not traced: it allocates and copies while the step that uses it may be compiled."""
 
     def __init__(self, parts: Iterator[dict[str, Any]]):
         self._parts = parts
@@ -344,7 +344,7 @@ class _Stream:
 
 
 class Stepping:
-    """An optimizer as the function of its step sees it: iterating over its groups gives `groups`."""
+    """The optimizer as its step function sees it: iterating over its groups gives `groups`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: Callable[[], Iterable[dict[str, Any]]]):
         vars(self).update(_optimizer=optimizer, _groups=groups)
@@ -361,7 +361,7 @@ class Stepping:
 
 
 def require_steps_by_parameter(optimizer: torch.optim.Optimizer, what: str) -> None:
-    """Raise UsageError unless `optimizer` steps every parameter by itself, which it must to do `what`."""
+    """Raise UsageError unless `optimizer` steps every parameter by itself, as `what` requires."""
     kind = type(optimizer)
     if kind.__name__ == "SparseAdam":
         raise UsageError(f"SparseAdam cannot {what}: its gradients are sparse.")

@@ -93,7 +93,7 @@ def stepping_of(optimizer: Any) -> StepInBackward | None:
 
 
 def is_stepped_in_backward(parameter: nn.Parameter) -> bool:
-    """Whether some optimizer steps `parameter` in backward."""
+    """Return whether some optimizer steps `parameter` in backward."""
     return any(id(parameter) in each.group_of for each in list(_stepping.values()))
 
 
@@ -102,10 +102,10 @@ def _nothing_more(parameter: nn.Parameter) -> contextlib.AbstractContextManager[
 
 
 class StepInBackward:
-    """See `step_in_backward`.
+    """The stepping of an optimizer in backward, see `step_in_backward`.
 
     before    see there
-    around    what a parameter is stepped under; it is entered while the gradient is there
+    around    context in which a parameter is stepped; it is entered while the gradient exists
     group_of  index of its group, by the id of a parameter
     """
 
@@ -131,7 +131,7 @@ class StepInBackward:
         self._find_parameters(optimizer)
 
     def let_go(self) -> None:
-        """The optimizer steps as ever from now on."""
+        """Let the optimizer step after backward again."""
         for handle in self._handles:
             handle.remove()
         if (optimizer := self._reference()) is not None:
@@ -140,7 +140,7 @@ class StepInBackward:
 
     @contextlib.contextmanager
     def noting(self, around: Around) -> Iterator[None]:
-        """While it lasts, parameters are stepped under `around`."""
+        """Step parameters under `around` while the context is open."""
         before, self.around = self.around, around
         try:
             yield
@@ -148,7 +148,7 @@ class StepInBackward:
             self.around = before
 
     def _find_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hook what is new in the groups, and can have a gradient."""
+        """Hook the new parameters in the groups that can have a gradient."""
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter.requires_grad and id(parameter) not in self.group_of:
@@ -157,7 +157,7 @@ class StepInBackward:
 
     @torch.compiler.disable
     def _on_whole(self, parameter: nn.Parameter) -> None:
-        """The gradient of `parameter` is whole. (Rules 1, 2)"""
+        """Step `parameter`, whose gradient is complete. (Rules 1, 2)"""
         optimizer = self._reference()
         if optimizer is None:
             return
@@ -181,7 +181,7 @@ class StepInBackward:
         self._stepped[id(parameter)] = parameter
 
     def _require_first(self, parameter: nn.Parameter) -> None:
-        """Rule 3."""
+        """Raise UsageError if `parameter` has stepped already. (Rule 3)"""
         if id(parameter) in self._stepped:
             parameter.grad = None  # or `optimizer.step()` would step with it
             raise UsageError(
@@ -196,7 +196,7 @@ class StepInBackward:
             raise UsageError("a hook has let a gradient go before the optimizer could step in backward.")
 
     def _require_alone(self) -> None:
-        """Rule 6, before the first weight changes."""
+        """Raise UsageError for a scaler or DDP before the first weight changes. (Rule 6)"""
         if self._is_alone or fakes_are_on():
             return
         for each in _alive(GradScaler, DistributedDataParallel):
@@ -208,7 +208,7 @@ class StepInBackward:
         self._is_alone = True
 
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """`optimizer.step()` begins. (Rule 4)"""
+        """Check the step in backward when `optimizer.step()` begins. (Rule 4)"""
         if getattr(optimizer, "found_inf", None) is not None:
             raise UsageError(f"{_SCALED} Weights have changed: load the last checkpoint.")
         if any(parameter.grad is not None for parameter in self._stepped.values()):
@@ -225,14 +225,14 @@ class StepInBackward:
                 )
 
     def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """`optimizer.step()` is over."""
+        """Prepare the next step when `optimizer.step()` is over."""
         if self._stepped:
             self._following = {id(p): after for p, after in itertools.pairwise(self._stepped.values())}
         self._forget(optimizer)
         self._find_parameters(optimizer)
 
     def _forget(self, _: torch.optim.Optimizer) -> None:
-        """No backward is waiting for its `optimizer.step()`: it has come, or another state was loaded."""
+        """Forget the stepped parameters: `optimizer.step()` has come, or another state was loaded."""
         self._stepped, self._settings = {}, {}
 
 
@@ -260,7 +260,7 @@ def _alive(*kinds: type) -> list[Any]:
 
 
 def _summed_by(parallel: DistributedDataParallel) -> list[nn.Parameter]:
-    """Return the parameters whose gradients `parallel` sums; none where making it has failed."""
+    """Return the parameters whose gradients `parallel` sums; none if its construction has failed."""
     if not hasattr(parallel, "reducer"):
         return []
     return [p for name, p in parallel.module.named_parameters() if name not in parallel.parameters_to_ignore]

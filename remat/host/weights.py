@@ -35,7 +35,7 @@ from remat.host.copies import Copies, Copy, copies_on, unseen
 
 AT_ONCE = 2  # layers
 CONTEXT = 4  # of uses: recomputations go back and forth between two layers
-MOST_KNOWN = 4096  # uses of which it is remembered what followed
+MOST_KNOWN = 4096  # uses whose successors are remembered
 FEWEST = AT_ONCE + 1  # with fewer on the host nothing is gained
 ALIGNMENT_BYTES = 512  # of weights in a layer's memory of the host
 
@@ -100,7 +100,7 @@ def bring_weights_back(model: _Model, device: torch.device | str | None = None) 
 
 
 def weights_on_host(model: nn.Module) -> HostWeights | None:
-    """Those of `model`, or of a module in it, that are on the host."""
+    """Return the weights on the host of `model`, or of a module in it."""
     return next((found for module in model.modules() if (found := _on_host.get(module)) is not None), None)
 
 
@@ -121,7 +121,7 @@ class Layer:
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """All layers whose weights may be on the host, in order; of those that are not alike the commonest kind."""
+    """List all layers whose weights may be on the host, in order; if they differ, those of the commonest size."""
     uses = Counter(map(id, (p for module in model.modules() for p in module.parameters(recurse=False))))
     lists = [
         [_layer(f"{path}.{name}".strip("."), item, uses) for name, item in each.named_children()]
@@ -151,7 +151,7 @@ def _size_of(tensor: Tensor) -> int:
 
 
 def spread(layers: list[Layer], count: int) -> list[Layer]:
-    """So many of `layers`, as far apart as may be. Raises UsageError where there are not so many."""
+    """Choose `count` of `layers`, as evenly spread as possible. Raises UsageError if there are too few."""
     if not FEWEST <= count <= len(layers):
         raise UsageError(
             f"this model has {len(layers)} layers alike with frozen weights of nn.Linear that are not quantised: from "
@@ -164,9 +164,9 @@ def spread(layers: list[Layer], count: int) -> list[Layer]:
 
 
 class _Moved:
-    """A layer's weights: on the host, and on the device for a while.
+    """The weights of a layer: on the host, and on the device for a while.
 
-    _memory  for each a tensor of its shape in the memory that comes and goes
+    _memory  for each a tensor of its shape in the device memory that is freed in between
     """
 
     def __init__(self, layer: Layer, device: torch.device | None, copies: Copies):
@@ -195,7 +195,7 @@ class _Moved:
     # Memory
 
     def fetch(self) -> None:
-        """Take memory, and begin to copy."""
+        """Allocate memory, and begin to copy."""
         if self.is_here:
             return
         self.is_here, self._arriving = True, []
@@ -208,13 +208,13 @@ class _Moved:
             raise
 
     def wait(self) -> None:
-        """Let compute go on when the weights are there."""
+        """Let compute wait for the weights."""
         for copy in self._arriving or ():
             self._copies.wait(copy)
         self._arriving = None
 
     def let_go(self) -> None:
-        """Give the memory back."""
+        """Free the device memory."""
         for copy in self._arriving or ():
             self._copies.abandon(copy)
         self._arriving, self.is_here = None, False
@@ -225,11 +225,11 @@ class _Moved:
     # What the parameters are (Rule 5)
 
     def show(self) -> None:
-        """Let the parameters be what is in that memory."""
+        """Let the parameters refer to that memory."""
         self._set(self._memory)
 
     def hide(self) -> None:
-        """Let them be no number."""
+        """Fill the parameters with NaN that cannot be written to."""
         self._set(_no_number(memory.dtype, memory.device).expand(memory.shape) for memory in self._memory)
 
     def _set(self, tensors: Iterable[Tensor]) -> None:
@@ -238,7 +238,7 @@ class _Moved:
                 weight.data = tensor
 
     def install(self) -> None:
-        """Let `state_dict` hold what is on the host."""
+        """Let `state_dict` return the host's copies."""
         places = {id(weight): place for weight, place in zip(self.layer.weights, self._places(), strict=True)}
 
         def hold(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -252,13 +252,13 @@ class _Moved:
                 self._hooks.append(module.register_load_state_dict_pre_hook(functools.partial(_load, places)))
 
     def _places(self) -> Iterator[Tensor]:
-        """Each weight as it is on the host."""
+        """Yield each weight as it is on the host."""
         for memory, size, offset in zip(self._memory, self._sizes, self._offsets, strict=False):
             flat = self._host[offset : offset + size].view(memory.dtype)
             yield flat.as_strided(memory.shape, memory.stride())
 
     def bring_back(self, device: torch.device | None) -> None:
-        """Have the weights on `device` for good, by default where they are computed with."""
+        """Put the weights on `device` for good, by default where they are computed with."""
         if device is None or device == self._memory[0].device:
             self.fetch()
             self.wait()
@@ -274,7 +274,7 @@ class _Moved:
 
 
 def _load(places: dict[int, Tensor], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Accept what is on the host already, as a checkpoint of this training has; raise UsageError for other weights."""
+    """Accept the values that are on the host already, as in a checkpoint of this training; else raise UsageError."""
     for name, weight in module.named_parameters(recurse=False):
         given = state.get(f"{prefix}{name}")
         if (place := places.get(id(weight))) is None or given is None:
@@ -292,7 +292,7 @@ def _no_number(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _flat(memory: Tensor) -> Tensor:
-    """All of its storage."""
+    """Return a flat tensor of the whole storage."""
     storage = memory.untyped_storage()
     with unseen():
         flat = torch.empty(0, dtype=memory.dtype, device=memory.device)
@@ -300,7 +300,7 @@ def _flat(memory: Tensor) -> Tensor:
 
 
 def _nodes_behind(value: Any, numbers: range) -> Iterator[Any]:
-    """Nodes of autograd's graph that made `value` and have one of `numbers`."""
+    """Yield nodes of autograd's graph behind `value` whose number is in `numbers`."""
     ahead: list[Any] = [
         leaf.grad_fn for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.grad_fn is not None
     ]
@@ -317,7 +317,7 @@ class HostWeights:
     """The weights of a model that are on the host; see `offload_weights`.
 
     fetched  how often a layer's weights were copied to the device
-    is_back  they were brought back for good
+    is_back  whether they were brought back for good
     """
 
     def __init__(self, model: nn.Module, layers: int, device: torch.device | None = None, copies: Copies | None = None):
@@ -344,17 +344,17 @@ class HostWeights:
 
     @property
     def memory(self) -> list[Tensor]:
-        """For each weight a tensor in the memory that comes and goes."""
+        """For each weight, a tensor in the device memory that is freed in between."""
         return [memory for moved in self._moved for memory in moved._memory]
 
     def layer_of(self, tensor: Any) -> int | None:
-        """The number of the layer whose weight `tensor` is, None for any other."""
+        """Return the number of the layer with the weight `tensor`, None for any other tensor."""
         return self._number.get(id(tensor))
 
     # Use (Rule 3)
 
     def use(self, number: int) -> None:
-        """Have the weights of layer `number` there, for what compute does until another's are asked for."""
+        """Have the weights of layer `number` on the device, until another layer's are needed."""
         if self.is_back:
             return
         if self._used[-1:] != (number,):
@@ -369,7 +369,7 @@ class HostWeights:
         self._following[self._used] = number
         used = (*self._used, number)[-CONTEXT:]
         following = self._following.get(used, used[-2:][0])  # or the one before, which is there
-        self._used = ()  # should there be no memory for what comes now
+        self._used = ()  # in case there is no memory for the next layer
         for other in [each for each in self._here if each not in (number, following)]:
             self._moved[other].let_go()
             self._here.remove(other)
@@ -385,7 +385,7 @@ class HostWeights:
             self.fetched += 1
 
     def run(self, number: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run what uses layer `number`, and have it there in its backward too."""
+        """Run a function that uses layer `number`, and have the layer on the device in its backward too."""
         self.use(number)
         first = next_sequence_number()
         value = function(*args, **kwargs)
@@ -409,7 +409,7 @@ class HostWeights:
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
-        """While a region is recomputed: what asked for it, in the middle of its backward, has its layer afterwards."""
+        """Give the interrupted backward its layer back after a region was recomputed in its middle."""
         number, numbers = self._in_backward
         is_amid = (node := autograd_node()) is not None and node._sequence_nr() in numbers
         try:
@@ -422,7 +422,7 @@ class HostWeights:
 
     @contextlib.contextmanager
     def planned(self) -> Iterator[None]:
-        """Around a forward whose nodes say what they use."""
+        """Run a forward whose nodes fetch the weights that they use."""
         if self.is_back:
             raise UsageError(
                 "weights that the plan of this model counts on being on the host were brought back: take the plan out "
@@ -431,7 +431,7 @@ class HostWeights:
         self._ends_with_backward = False
         while self._around:
             self._around.pop().remove()
-        for number, moved in enumerate(self._moved):  # captured graphs ask what parameters look like
+        for number, moved in enumerate(self._moved):  # captured graphs check the parameters' shapes
             moved.show()
             self._shown.add(number)
         try:
@@ -448,7 +448,7 @@ class HostWeights:
             self._bring_when_called()
 
     def _hide(self, numbers: Iterable[int] | None = None) -> None:
-        """Let weights be no number: those that are shown, or of layers `numbers`."""
+        """Hide weights: all that are shown, or those of layers `numbers`."""
         if self.is_back:
             return
         for number in self._shown if numbers is None else numbers:
@@ -474,7 +474,7 @@ class HostWeights:
         self._hide()
 
     def rest(self) -> None:
-        """Let go of what is on the device, until it is used again."""
+        """Free the weights on the device, until they are used again."""
         if self.is_back:
             return
         for number in self._here:
@@ -482,7 +482,7 @@ class HostWeights:
         self._here, self._used = [], ()
 
     def bring_back(self, device: torch.device | None = None) -> None:
-        """Have all of it on `device` for good, by default where it is computed with."""
+        """Put all weights on `device` for good, by default where they are computed with."""
         try:
             for moved in self._moved:
                 moved.bring_back(device)

@@ -42,7 +42,7 @@ def prepare(
     on_larger: OnLarger = "warn",
     verify_first_step: bool = True,
 ) -> Any:
-    """`accelerator.prepare(model, *others)`, the plan applied to the model first; see `remat.apply`.
+    """Apply the plan to the model, then run `accelerator.prepare(model, *others)`; see `remat.apply`.
 
     Raises UsageError for a model that is prepared already, and for fp8; PlanMismatch for another mixed precision.
     """

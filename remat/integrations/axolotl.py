@@ -22,7 +22,7 @@ __all__ = ["RematArgs", "RematPlugin"]
 class RematPlugin(BasePlugin):
     """Trains with a plan for `remat_budget`, or with the plan in the file `remat_plan`.
 
-    Raises UsageError where the YAML asks for what cannot go with a plan; later what `RematCallback` raises.
+    Raises UsageError if the YAML asks for something that a plan excludes; later what `RematCallback` raises.
     """
 
     def register(self, cfg: dict[str, Any]) -> None:

@@ -26,12 +26,12 @@ class RematArgs(BaseModel):
 
 
 def asks_for_a_plan(cfg: Mapping[str, Any]) -> bool:
-    """Whether `cfg` is of a run with a plan: axolotl keeps plugins for later runs of a process, which may have none."""
+    """Return whether `cfg` asks for a plan: axolotl keeps plugins for later runs of a process, which may not."""
     return bool(cfg.get("remat_budget") or cfg.get("remat_plan"))
 
 
 def refuse(cfg: Mapping[str, Any]) -> None:
-    """Raise UsageError for a YAML, as it was written, with which there can be no plan."""
+    """Raise UsageError for a YAML, as it was written, that a plan excludes."""
     if PLUGIN not in (cfg.get("plugins") or ()):
         return
     if bool(cfg.get("remat_budget")) == bool(cfg.get("remat_plan")):
@@ -57,7 +57,7 @@ REFUSED = {
     "layer_offloading": "it moves weights that the plan counts to the host; leave it out",
     "deepspeed": "DeepSpeed's engine takes the model's forward and parameters away from it",
 }
-VALUES = {"gradient_checkpointing": ("offload", "offload_disk")}  # others give way to the plan
+VALUES = {"gradient_checkpointing": ("offload", "offload_disk")}  # the plan overrides others
 SHARDS = ("fsdp", "fsdp_config")
 
 
@@ -66,7 +66,7 @@ def _short(value: Any) -> str:
 
 
 def callback_of(cfg: Mapping[str, Any]) -> RematCallback:
-    """The callback that `cfg` asks for."""
+    """Make the callback that `cfg` asks for."""
     if plan := cfg.get("remat_plan"):
         return RematCallback(plan)
     options: dict[str, Any] = {"exact": True} if cfg.get("remat_exact") else {}

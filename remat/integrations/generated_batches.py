@@ -28,18 +28,18 @@ _INSTEAD = "plan with a Workload whose batch is of the longest lengths, and give
 
 
 def makes_batches(trainer: Any) -> bool:
-    """Whether the Trainer makes the batches for its loss itself, not its collator."""
+    """Return whether the Trainer itself, not its collator, makes the batches for its loss."""
     own = getattr(type(trainer), "_prepare_inputs", None)
     return own is not None and not str(own.__module__).startswith("transformers.")
 
 
 def reward_models(trainer: Any) -> list[nn.Module]:
-    """The models that judge what `trainer` generates."""
+    """List the models that judge the text that `trainer` generates."""
     return [each for each in getattr(trainer, "reward_funcs", ()) if isinstance(each, nn.Module)]
 
 
 def refuse_unknown_batches(trainer: Any) -> None:
-    """Raise UsageError for a Trainer that makes batches in another way than GRPO and RLOO, or of what is not known."""
+    """Raise UsageError for a Trainer that makes batches otherwise than GRPO and RLOO, or from unknown data."""
     name, args = type(trainer).__name__, trainer.args
     if not all(hasattr(trainer, each) for each in (*_ANSWERED, _MAKES)):
         raise UsageError(
@@ -61,10 +61,10 @@ def refuse_unknown_batches(trainer: Any) -> None:
 
 
 class GeneratedBatches:
-    """Batches for the loss of a Trainer, of rows of prompts, made by `stand_in`, which may note what it likes.
+    """Batches for the loss of a Trainer, made from rows of prompts by `stand_in`, whose state may change.
 
-    longest  tokens of a completion at most
-    waiting  batches of the same generation that are there beside the one that is trained on
+    longest  maximum tokens of a completion
+    waiting  batches of the same generation that exist beside the one being trained on
     """
 
     def __init__(self, stand_in: Any):
@@ -79,7 +79,7 @@ class GeneratedBatches:
         return self.of_length(rows, None)
 
     def of_length(self, rows: Sequence[Any], length: int | None) -> Batch:
-        """The batch for `rows`; with completions that end at `length` tokens, where it is given."""
+        """Make the batch for `rows`; with completions that end at `length` tokens, if given."""
         if length is not None:
             self._completion = length - self.prompt_length(rows)
             if self._completion < 1:
@@ -94,7 +94,7 @@ class GeneratedBatches:
         return {name: value[:count] if getattr(value, "ndim", 0) else value for name, value in made.items()}
 
     def longest_first(self, rows: Sequence[Any]) -> list[Any]:
-        """`rows`, those with the longest prompts first."""
+        """Sort `rows` by the length of their prompts, the longest first."""
         lengths = [self.prompt_length([row]) for row in rows]
         return [rows[i] for i in sorted(range(len(rows)), key=lengths.__getitem__, reverse=True)]
 
@@ -102,7 +102,7 @@ class GeneratedBatches:
         return int(self(rows)["prompt_ids"].shape[1])
 
     def length(self, rows: Sequence[Any]) -> int:
-        """Tokens in a row of the batch for `rows`."""
+        """Return the number of tokens in a row of the batch for `rows`."""
         return self.prompt_length(rows) + self.longest
 
     def _generate_single_turn(self, prompt_ids: list[Any], *args: Any, **kwargs: Any) -> Any:

@@ -37,9 +37,9 @@ _REMEDIES = {
 
 
 def phases_of(trainer: Any, workload: Workload, plan: Plan, target: str) -> dict[str, int]:
-    """Return the peak of each phase of the run in bytes, the training step's under `plan` among them.
+    """Return the peak of each phase of the run in bytes, including the training step's under `plan`.
 
-    Raises DoesNotFit where a phase that no plan changes exceeds the budget.
+    Raises DoesNotFit if a phase that no plan changes exceeds the budget.
     """
     there = _there_before(trainer, workload, plan)
     peaks = {name: there + size for name, size in _made(trainer, workload, target).items()}
@@ -69,7 +69,7 @@ def _there_before(trainer: Any, workload: Workload, plan: Plan) -> int:
 
 
 def _made(trainer: Any, workload: Workload, target: str) -> dict[str, int]:
-    """Bytes at the peak of each phase, beside what is there before."""
+    """Return the peak bytes of each phase, beyond those alive before it."""
     place = find_planning_device(target, None)
     step = fake_step(workload, place, loop=loop_of(trainer))
     phases = {} if trainer.use_vllm else {"generation": _generation}
@@ -85,7 +85,7 @@ def _made(trainer: Any, workload: Workload, target: str) -> dict[str, int]:
 
 
 def _generation(trainer: Any, model: nn.Module, inputs: Any, tracker: Tracker) -> tuple[slice, ...]:
-    """Generate the first token, and the last; returns the operators that count."""
+    """Generate the first token, and the last; return the operators that count."""
     config = copy.deepcopy(trainer.generation_config)
     config.max_new_tokens, config.return_dict_in_generate = 1, True
     rows = trainer.args.steps_per_generation

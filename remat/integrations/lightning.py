@@ -56,7 +56,7 @@ class RematCallback(Callback):
     It must be the one that the Workload builds: whose forward `training_step` calls. See `remat.apply` for `on_larger`
     and `verify_first_step`.
 
-    Raises UsageError where there is no such module, PlanMismatch where `precision` is not the plan's.
+    Raises UsageError if there is no such module, PlanMismatch if `precision` is not the plan's.
     """
 
     def __init__(

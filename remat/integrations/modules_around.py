@@ -19,7 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def tensors_around(trainer: Any) -> Tensors:
-    """The tensors of the modules around the model of `trainer`, by attribute and name, less the model's."""
+    """Return the tensors of modules around the Trainer's model, by attribute and name, without the model's."""
     own = {id(tensor) for tensor in (*trainer.model.parameters(), *trainer.model.buffers())}
     found: Tensors = {}
     for attribute, name, module in _around(trainer):
@@ -30,7 +30,7 @@ def tensors_around(trainer: Any) -> Tensors:
 
 
 def around(trainer: Any, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Those attributes of `trainer`, copied around `model`, with `tensors` in place of their own."""
+    """Copy the attributes of `trainer` around `model`, with `tensors` in place of their own."""
     memo: dict[int, Any] = {id(trainer.model): model}
     for name, tensor in tensors_around(trainer).items():
         memo[id(tensor)] = tensors[name].detach().requires_grad_(tensor.requires_grad)
@@ -50,7 +50,7 @@ def described(trainer: Any) -> list[Any]:
 
 
 def _settings(module: nn.Module) -> dict[str, str]:
-    """Numbers, text and functions that a module has as attributes."""
+    """Return numbers, text and functions that a module has as attributes."""
     found = {}
     for name, value in vars(module).items():
         if isinstance(value, (bool, int, float, str, list, tuple, type(None))):
@@ -61,7 +61,7 @@ def _settings(module: nn.Module) -> dict[str, str]:
 
 
 def _around(trainer: Any) -> Iterator[tuple[str, str, nn.Module]]:
-    """(attribute, key in a dictionary of modules, module) of what holds the model."""
+    """Yield (attribute, key in a dictionary of modules, module) for every module that contains the model."""
     for attribute, value in vars(trainer).items():
         if attribute in _THE_MODEL:
             continue

@@ -13,7 +13,7 @@ from unittest import mock
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """While it lasts, accelerate knows of this process alone."""
+    """Let accelerate see only this process while the context is open."""
     from accelerate.state import AcceleratorState, DistributedType, PartialState
 
     alone = {"distributed_type": DistributedType.NO, "num_processes": 1, "process_index": 0}

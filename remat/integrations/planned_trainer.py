@@ -46,9 +46,10 @@ _BESIDE = (
 
 
 def plan_of(trainer: Any, budget: str | int, folder: Path | None, **options: Any) -> Plan:
-    """The plan for the step of `trainer` within `budget`, from `folder` where it is there; `options` of `remat.plan`.
+    """Return the plan for the step of `trainer` within `budget`, from `folder` if it is there.
 
-    The first process plans, the others wait for its file. Raises what `remat.plan` and `workload_of` raise.
+    The first process plans, the others wait for its file. `options` are those of `remat.plan`. Raises what `remat.plan`
+    and `workload_of` raise.
     """
     from remat.costing.timing_cache import default_cache
 
@@ -73,7 +74,7 @@ def _phases(trainer: Any, workload: Workload, made: Plan, target: str) -> str:
         return said_of(phases_of(trainer, workload, made, target))
     except RematError:
         raise
-    except Exception as error:  # whatever a model raises that does not generate on fake tensors
+    except Exception as error:  # any error of a model that cannot generate on fake tensors
         return f"the peaks of generation and scoring are not known ({describe(error)}): leave room for them"
 
 
@@ -112,7 +113,7 @@ def tell(trainer: Any, text: str) -> None:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Random states afterwards as before: the Trainer's next batches and dropouts are those without a plan."""
+    """Restore random states afterwards, so that the Trainer's batches and dropouts are those without a plan."""
     from remat.validation.training import undisturbed
 
     with undisturbed(torch.device("cuda" if torch.cuda.is_available() else "cpu")):

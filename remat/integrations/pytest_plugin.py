@@ -21,10 +21,10 @@ def fits() -> Callable[..., Verdict]:
 
 
 def require_fits(training: Any, budget: str | int = "auto", **options: Any) -> Verdict:
-    """Fail the test where a training step does not fit a budget.
+    """Fail the test if a training step does not fit a budget.
 
     training  a Trainer or a `remat.Workload`
-    budget, options  as `remat.check` takes them
+    budget, options  as in `remat.check`
 
     Returns the verdict.
     """

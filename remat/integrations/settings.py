@@ -30,7 +30,7 @@ def plan_from(plan: Plan | str | os.PathLike[str]) -> Plan:
 
 
 def require_autocast(plan: Plan, autocast: str | None, setting: str) -> None:
-    """Raise PlanMismatch unless the plan is for `autocast`, a dtype or None, which `setting` asks for."""
+    """Raise PlanMismatch unless the plan is for `autocast`, a dtype or None, as `setting` requires."""
     planned = plan.about["autocast"]
     if planned != autocast:
         raise PlanMismatch(
@@ -40,7 +40,7 @@ def require_autocast(plan: Plan, autocast: str | None, setting: str) -> None:
 
 
 def warn_of_accumulation(plan: Plan, micro_batches: int, setting: str) -> None:
-    """Warn where gradients live through forward and the plan does not know."""
+    """Warn if gradients live through forward and the plan does not know."""
     if micro_batches > 1 and plan.about.get("accumulation", 1) == 1:
         count = plan.about.get("parameter_count")
         size = f" ({gib(4 * count)} in fp32)" if count else ""
@@ -58,7 +58,7 @@ def weights_as_planned(plan: Plan, model: nn.Module) -> None:
 
 
 def require_no_clipping(plan: Plan, setting: str) -> None:
-    """Raise PlanMismatch where the plan steps in backward, and `setting` clips gradients by the norm of all of them."""
+    """Raise PlanMismatch if the plan steps in backward, and `setting` clips gradients by the norm of all of them."""
     if TrainingLoop.of(plan.about).step_in_backward:
         raise PlanMismatch(
             f"the plan counts on an optimizer that steps in backward, and {setting} clips gradients by their norm, "
@@ -67,7 +67,7 @@ def require_no_clipping(plan: Plan, setting: str) -> None:
 
 
 def optimizer_as_planned(plan: Plan, optimizer: Any) -> None:
-    """Let `optimizer`, or the one that it wraps, step and have its state where the plan counts on it."""
+    """Let `optimizer`, or the one that it wraps, step and store its state as the plan expects."""
     loop = TrainingLoop.of(plan.about)
     if not loop.offload_optimizer and not loop.step_in_backward:
         return
@@ -80,7 +80,7 @@ def optimizer_as_planned(plan: Plan, optimizer: Any) -> None:
 
 
 def outputs_in_fp32(outputs: Any) -> Any:
-    """`outputs` of a model as accelerate hands them out under mixed precision: 16-bit tensors in fp32.
+    """Cast 16-bit tensors of a model's outputs to fp32, as accelerate does under mixed precision.
 
     For the `step` of a Workload that accelerate or the Trainer of transformers will run: the copies take memory.
     """

@@ -17,7 +17,7 @@ DATA_SET = "dataset_name"  # the column in which sentence-transformers says whic
 
 
 def longest_first(rows: Sequence[Any], collate: Collate) -> list[Any]:
-    """`rows` of one data set, each column with its longest texts first; of several, those of the largest."""
+    """Sort each column of one data set's `rows` by length, the longest first; of several sets, take the largest."""
     kinds: dict[Any, list[Row]] = {}
     for row in rows:
         kinds.setdefault((tuple(row), row.get(DATA_SET)), []).append(row)
@@ -26,7 +26,7 @@ def longest_first(rows: Sequence[Any], collate: Collate) -> list[Any]:
 
 
 def hold_text(rows: Sequence[Any]) -> bool:
-    """Whether `rows` hold text that their collator has to tokenize."""
+    """Return whether `rows` contain text that their collator has to tokenize."""
     if not rows or not all(isinstance(row, Mapping) for row in rows) or "input_ids" in rows[0]:
         return False
     return any(_text_columns(row) for row in rows)
@@ -47,16 +47,16 @@ def _sorted(rows: list[Row], collate: Collate) -> list[Row]:
 
 
 def _sizes(row: Row, collate: Collate) -> dict[str, int]:
-    """Elements of the tensors that a batch of `row` alone has; none where the collator takes no such batch."""
+    """Return the elements of the tensors in a batch of `row` alone; empty if the collator rejects it."""
     try:
         made = dict(collate([dict(row)]))
-    except Exception:  # whatever a collator raises
+    except Exception:  # any error of a collator
         return {}
     return {name: value.numel() for name, value in made.items() if isinstance(value, torch.Tensor)}
 
 
 def _length_of(column: str, row: Row, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return the length of a column's text in tokens, if tensors are named after it, and in characters."""
+    """Return the length of a column's text in tokens (0 if no tensor is named after it), and in characters."""
     tokens = sum(size for name, size in sizes.items() if name.startswith(f"{column}_"))
     return tokens, len(row[column])
 

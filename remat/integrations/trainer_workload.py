@@ -116,14 +116,14 @@ def loop_of(trainer: Any) -> TrainingLoop:
 
 
 def is_trainer(value: Any) -> bool:
-    """Whether `value` is a Trainer, told without importing transformers."""
+    """Return whether `value` is a Trainer, without importing transformers."""
     return any(
         known.__name__ == "Trainer" and known.__module__ == "transformers.trainer" for known in type(value).mro()
     )
 
 
 def own_checkpointing(args: Any, model: nn.Module) -> bool:
-    """Whether the model's own checkpointing is on (LLaMA-Factory's loader does that), or the Trainer will turn it on.
+    """Return whether the model's own checkpointing is on (as by LLaMA-Factory's loader), or the Trainer turns it on.
 
     The argument for it has two names, by the version of transformers.
     """
@@ -172,7 +172,7 @@ def _refuse(trainer: Any) -> None:
 
 
 def has_fused_head(model: nn.Module) -> bool:
-    """Whether TRL has put its head on `model`, or on a module of it."""
+    """Return whether TRL has put its head on `model`, or on a module of it."""
     return any(map(_has_fused_head, model.modules()))
 
 
@@ -191,9 +191,9 @@ _NO_CODE = (lambda: None).__code__
 
 
 def _copied(model: nn.Module, *, checkpoints: bool = True) -> nn.Module:
-    """A copy in training mode: of the shapes alone where tensors are made on the meta device.
+    """Copy a model in training mode; on the meta device, its shapes alone.
 
-    checkpoints  whether the model's own checkpointing stays as it is; otherwise it is off, as `RematCallback` has it
+    checkpoints  whether the model's own checkpointing stays as it is; otherwise it is off, as `RematCallback` does
     """
     on_meta = torch.get_default_device().type == "meta"
     memo: dict[int, Any] = {}
@@ -217,7 +217,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bare(model: nn.Module) -> nn.Module:
-    """`model`, where its forward is accelerate's with the one beneath, in place."""
+    """Restore in place the forward of `model` that accelerate has wrapped."""
     if (original := model.__dict__.get("_original_forward")) is not None and model.__dict__.get("forward") is not None:
         model.__dict__.pop("_original_forward")
         put_forward(model, original)
@@ -225,7 +225,7 @@ def _bare(model: nn.Module) -> nn.Module:
 
 
 def put_forward(model: nn.Module, forward: Any) -> None:
-    """Make `forward` that of `model`; the class's own stands in no instance."""
+    """Make `forward` that of `model`; the class's own is not stored in the instance."""
     if isinstance(forward, types.MethodType) and forward.__func__ is type(model).forward:
         model.__dict__.pop("forward", None)
     else:
@@ -236,9 +236,10 @@ def put_forward(model: nn.Module, forward: Any) -> None:
 
 
 class _Rows:
-    """Rows of a Trainer's data set, and the batches that its collator makes of them.
+    """Rows of a Trainer's data set, and the batches that its collator makes from them.
 
-    batch_size  samples in a batch on one device      length  tokens of the longest row, None for what is no text
+    batch_size  samples in a batch on one device
+    length      tokens of the longest row, None if it is no text
     """
 
     def __init__(self, trainer: Any):
@@ -269,7 +270,7 @@ class _Rows:
             self._judges = [_tensors_of(each) for each in reward_models(trainer)]
 
     def _sampled(self, loader: Any, packed: list[Any]) -> list[Any]:
-        """Rows of the data set, the longest first; where its sampler packs, each is the list of those in one."""
+        """Return rows of the data set, the longest first; if its sampler packs, each is a list of packed rows."""
         data = loader.dataset
         if packed:
             rows: list[Any] = [[data[i] for i in row] for batch in packed for row in batch]
@@ -285,12 +286,12 @@ class _Rows:
         return sorted(rows, key=lambda row: (-(_length(row) or 0), -_size(row)))
 
     def _masks_with_padding(self, rows: list[Any]) -> frozenset[str]:
-        """Names of the masks that have zeros where the longest of `rows` and the shortest are in one batch."""
+        """Return the names of masks with zeros in a batch of the longest and the shortest of `rows`."""
         if self.batch_size == 1 or len(rows) < 2:
             return frozenset()
         try:
             inputs = dict(self._collate([copy.copy(rows[0]), copy.copy(rows[-1])]))
-        except Exception:  # whatever a collator raises that does not pad
+        except Exception:  # any error of a collator that does not pad
             return frozenset()
         return frozenset(name for name, value in inputs.items() if _is_mask(name, value) and not _is_ones(value))
 
@@ -322,7 +323,7 @@ class _Rows:
 
 
 def _generated(trainer: Any) -> GeneratedBatches | None:
-    """The batches of a Trainer that generates them, made on a stand-in whose model is of shapes alone."""
+    """Return the batches of a Trainer that generates them, made on a stand-in whose model has shapes only."""
     if not makes_batches(trainer):
         return None
     with torch.device("meta"):
@@ -331,7 +332,7 @@ def _generated(trainer: Any) -> GeneratedBatches | None:
 
 
 def _packed(loader: Any) -> list[Any]:
-    """Batches of a sampler that packs as it samples (axolotl's): each of rows, each a list of indices; else none."""
+    """Return batches of a sampler that packs (axolotl's), each of rows that are lists of indices; else none."""
     sampler: Any = getattr(loader, "batch_sampler", None)
     while type(sampler).__module__.startswith("accelerate."):  # which shares batches among processes
         sampler = sampler.batch_sampler
@@ -358,7 +359,7 @@ def _length(row: Any) -> int | None:
 
 
 def _resized(row: Any, length: int) -> Any:
-    """`row` of text, or what is packed in one, cut or repeated to `length` tokens."""
+    """Cut or repeat `row` of text, or the packed rows in it, to `length` tokens."""
     was = _length(row)
     if was and isinstance(row, list):
         each = [_length(member) or 0 for member in row]
@@ -381,7 +382,7 @@ def _resized(row: Any, length: int) -> Any:
 
 
 def _cut(lengths: Iterable[int], total: int) -> Iterator[int]:
-    """The lengths of packed sequences, over and over, up to `total`."""
+    """Yield the lengths of packed sequences, over and over, up to `total`."""
     lengths = list(lengths)
     while total > 0:
         for each in lengths:
@@ -391,7 +392,7 @@ def _cut(lengths: Iterable[int], total: int) -> Iterator[int]:
 
 
 def _here(name: str, value: Any) -> Any:
-    """`value` of a real batch on the default device; under fakes in shape only, but for masks of ones."""
+    """Put `value` of a real batch on the default device; under fakes without floats, and with masks of ones."""
     if isinstance(value, Mapping):
         return {key: _here(key, inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -425,7 +426,7 @@ def _is_ones(tensor: torch.Tensor) -> bool:
 
 
 def _real() -> Any:
-    """Real tensors on the host, whatever is on around it."""
+    """Return a context of real tensors on the host, whatever modes are active around it."""
     return without_modes()
 
 
@@ -445,7 +446,7 @@ def _tensors_of(model: nn.Module | None) -> dict[str, torch.Tensor]:
 
 
 class _Reference:
-    """`model`, of shapes alone, called with tensors of a batch as its own, and under autocast, as accelerate has it."""
+    """A model of shapes only, called with a batch's tensors as its own, under autocast, as accelerate does."""
 
     def __init__(self, model: nn.Module, tensors: dict[str, torch.Tensor], autocast: torch.dtype | None):
         learns = {name for name, p in model.named_parameters() if p.requires_grad}  # whose casts autocast keeps
@@ -467,7 +468,7 @@ class _Reference:
 
 
 def _bare_reference(trainer: Any) -> nn.Module | None:
-    """The reference model of `trainer`, of shapes alone."""
+    """Return the reference model of `trainer`, with shapes only."""
     if (found := _reference_of(trainer)) is None:
         return None
     with _real(), torch.device("meta"):
@@ -480,7 +481,7 @@ def _bare_reference(trainer: Any) -> nn.Module | None:
 def _step(
     trainer: Any, autocast: torch.dtype | None, reference: nn.Module | None, model: nn.Module, batch: Batch
 ) -> torch.Tensor:
-    """The loss as the Trainer computes it; for Workload.step."""
+    """Compute the loss as the Trainer does; serves as Workload.step."""
     stand_in = stand_in_of(trainer, model)
     vars(stand_in).update(around(trainer, model, batch.get(AROUND, {})))
     if reference is not None:
@@ -492,7 +493,7 @@ def _step(
 
 @contextlib.contextmanager
 def as_in_training(model: nn.Module, autocast: torch.dtype | None) -> Iterator[_Answers]:
-    """While it lasts, the forward of `model` runs as accelerate has it, and nothing else does. (Rules 3 and 5)
+    """Run the forward of `model`, and nothing else, as accelerate does while the context is open. (Rules 3 and 5)
 
     There is one process: the others do not plan.
     """
@@ -518,7 +519,7 @@ def as_in_training(model: nn.Module, autocast: torch.dtype | None) -> Iterator[_
 
 @contextlib.contextmanager
 def _hooks_too(context: Callable[[], contextlib.AbstractContextManager[Any]], answers: _Answers) -> Iterator[None]:
-    """Hooks that a loss registers meanwhile run under `context`: those of cached losses call the model in backward."""
+    """Run hooks that a loss registers meanwhile under `context`: hooks of cached losses call the model in backward."""
     register = torch.Tensor.register_hook
 
     def register_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
@@ -533,7 +534,7 @@ def _hooks_too(context: Callable[[], contextlib.AbstractContextManager[Any]], an
 
 
 def _is_scaled(trainer: Any, batch: Batch) -> bool:
-    """Whether `training_step` leaves the loss as it is."""
+    """Return whether `training_step` leaves the loss unscaled."""
     if trainer.args.gradient_accumulation_steps == 1:
         return True
     if (said := getattr(trainer, "loss_is_scaled_for_ga", None)) is not None:
@@ -543,17 +544,17 @@ def _is_scaled(trainer: Any, batch: Batch) -> bool:
 
 
 def stand_in_of(trainer: Any, model: nn.Module) -> Any:
-    """`trainer` with another model, whose notes of what it saw are its own."""
+    """Copy `trainer` with another model and with own copies of its running notes."""
     made = copy.copy(trainer)
     made.__dict__.update({name: copy.deepcopy(value) for name, value in vars(trainer).items() if _is_notes(value)})
-    made.state = dataclasses.replace(trainer.state)  # less what is noted there beside its fields (axolotl's tokens)
+    made.state = dataclasses.replace(trainer.state)  # without notes beside its fields (axolotl's tokens)
     made.model = made.model_wrapped = model
     made.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     return made
 
 
 def _is_notes(value: Any) -> bool:
-    """Whether `value` is a container of nothing but containers, numbers and text."""
+    """Return whether `value` is a container of nothing but containers, numbers and text."""
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     return isinstance(value, (list, set, collections.deque)) and all(map(_is_plain, value))
@@ -564,7 +565,7 @@ def _is_plain(value: Any) -> bool:
 
 
 class _Answers(UnseenMode):
-    """Answers what depends on data that fake tensors do not have. (Rule 5)"""
+    """Answers questions about data that fake tensors do not have. (Rule 5)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -590,7 +591,7 @@ class _Answers(UnseenMode):
 
 
 def _of_all(index: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """`index`; in place of a mask, the indices of everything."""
+    """Replace a mask by the indices of everything; other indices stay."""
     if index is None or index.dtype not in (torch.bool, torch.uint8):
         return [index]
     return [index.new_empty(index.numel(), dtype=torch.long) for _ in range(index.dim())]

@@ -55,8 +55,8 @@ __all__ = ["RematCallback", "loop_of", "step", "workload_of"]
 
 
 def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The loss as the Trainer computes it for models that take `num_items_in_batch`: the step for a Workload."""
-    items = torch.ones((), device=batch["labels"].device)  # the Trainer counts labels; what counts here is the shape
+    """Compute the loss as the Trainer does for models that take `num_items_in_batch`: the step for a Workload."""
+    items = torch.ones((), device=batch["labels"].device)  # the Trainer counts labels; here only the shape matters
     outputs = model(**batch, num_items_in_batch=items)
     if torch.is_autocast_enabled(batch["labels"].device.type):
         outputs = outputs_in_fp32(outputs)
@@ -65,17 +65,17 @@ def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class RematCallback(TrainerCallback):
-    """Applies a plan to the Trainer's model: `plan`, or one for `budget` that it makes of the Trainer itself.
+    """Applies a plan to the Trainer's model: `plan`, or one for `budget` that it makes from the Trainer itself.
 
     budget     as for `remat.plan`; the step is that of `workload_of(trainer)`, the loop that of `loop_of(trainer)`
-    cache      folder of the plans made so; by default `plans` in remat's cache folder (`planned_trainer.py`)
+    cache      folder of plans made for `budget`; by default `plans` in remat's cache folder (`planned_trainer.py`)
     on_larger, verify_first_step  see `remat.apply`
-    options    as `remat.plan` takes them, with `budget`: `exact=True`, `limits=`, ...
+    options    more arguments of `remat.plan`, with `budget`: `exact=True`, `limits=`, ...
 
     The plan decides what is recomputed: the model's own checkpointing is turned off, whatever turned it on (TRL's
     arguments do, and LLaMA-Factory's loader), unless the plan was made for a model with it.
 
-    Raises UsageError or PlanMismatch where the arguments of the Trainer cannot go with the plan.
+    Raises UsageError or PlanMismatch if the arguments of the Trainer exclude the plan.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class RematCallback(TrainerCallback):
         optimizer_as_planned(plan, kwargs.get("optimizer"))
 
     def _trainer(self) -> Any:
-        """The Trainer that calls: callbacks are given its parts, never itself."""
+        """Return the Trainer that calls: callbacks are given its parts, never itself."""
         frame = inspect.currentframe()
         while frame is not None:
             found: Any = frame.f_locals.get("self")
@@ -158,7 +158,7 @@ SCORES_ALL = (
 
 @contextlib.contextmanager
 def beneath_autocast(model: nn.Module, accelerator: Any) -> Iterator[None]:
-    """`model` without what accelerate puts around its forward for mixed precision; afterwards it is there again."""
+    """Remove what accelerate puts around the forward of `model` for mixed precision, and restore it afterwards."""
     original = model.__dict__.pop("_original_forward", None)
     if original is None:
         yield

@@ -11,7 +11,7 @@ class Link:
     """One copy engine out and one back, each a queue that works while the device computes.
 
     bytes_per_us  each way, both at once
-    host_bytes    the most bytes on the host at one time
+    host_bytes    maximum bytes on the host at one time
     latency_us    of a copy, beside its bytes
     """
 
@@ -20,10 +20,10 @@ class Link:
     latency_us: float = 10.0
 
     def copy_us(self, size_bytes: int) -> float:
-        """Time of one copy."""
+        """Return the time of one copy."""
         return self.latency_us + size_bytes / self.bytes_per_us
 
     def moved_within(self, time_us: float) -> int:
-        """Most bytes that are off the device after so long."""
+        """Return the most bytes that can be off the device after `time_us`."""
         moved = self.bytes_per_us * max(time_us, 0.0)
         return self.host_bytes if moved >= self.host_bytes else math.ceil(moved)

@@ -15,10 +15,10 @@ from remat.offloading.timeline import Timeline
 
 
 def to_offload_refs(memory: Memory, regions: Sequence[Region], offloads: Sequence[Offload]) -> tuple[OffloadRef, ...]:
-    """`offloads` of a step under `regions` by reference, one behind the other in the host's memory.
+    """Convert `offloads` of a step under `regions` to references, with consecutive places in host memory.
 
-    All are there when forward ends, so no two can share a place. The order is that in which backward asks for them: so
-    they come back, where several are fetched at one node.
+    All are there when forward ends, so no two can share a place. Their order is that in which backward needs them, in
+    which several are also fetched at one node.
     """
     if not offloads:
         return ()
@@ -34,7 +34,7 @@ def to_offload_refs(memory: Memory, regions: Sequence[Region], offloads: Sequenc
 
 
 def require_kept(memory: Memory, regions: Sequence[Region], offloads: Sequence[Offload]) -> None:
-    """Raise PlanMismatch where something that is offloaded is not kept from forward to backward, under `regions`."""
+    """Raise PlanMismatch if an offloaded storage is not kept from forward to backward, under `regions`."""
     kept = {each.storage for each in Timeline(memory, regions, np.zeros(memory.graph.op_count)).candidates}
     for each in offloads:
         if each.storage not in kept:
@@ -52,9 +52,9 @@ def kept_otherwise(node: str) -> PlanMismatch:
 def from_offload_refs(
     graph: Graph, offloads: Sequence[OffloadRef], places: Places | None = None
 ) -> tuple[Offload, ...]:
-    """Inverse of `to_offload_refs`; the plan's nodes are at `places` in `graph`.
+    """Convert the references of `to_offload_refs` to offloads; the plan's nodes are at `places` in `graph`.
 
-    Raises PlanMismatch where a node has no such value or save, as on another device.
+    Raises PlanMismatch if a node has no such value or save, as on another device.
     """
     index = {(ref.call, ref.ordinal): i for i, ref in enumerate(node_refs(graph))}
     places, table = places or Places(), graph.saved_tensors

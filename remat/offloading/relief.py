@@ -38,10 +38,10 @@ def _begins(graph: Graph) -> np.ndarray:
 
 
 class Relief:
-    """For one graph and link; `op_time_us` is the time of every operator.
+    """The relief of one graph and link; `op_time_us` is the time of every operator.
 
-    again_us    R, what recomputations take in all, at most
-    in_forward  bytes off the device at most, for every operator of forward and when it ends
+    again_us    R, upper bound on the time of all recomputations
+    in_forward  upper bound on bytes off the device, for every operator of forward and its end
     most_bytes  C
     floors      bytes that the link could have taken, for every operator
     """

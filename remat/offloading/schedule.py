@@ -29,7 +29,7 @@ SENT, RELEASED, FETCHED, ASKED = range(4)  # in the order in which they happen a
 
 
 def all_offloads(memory: Memory, regions: Sequence[Region], op_time_us: np.ndarray, link: Link) -> tuple[Offload, ...]:
-    """Offloads of all that the link carries in time and that is worth a copy, of the step under `regions`.
+    """Choose the offloads, worth a copy, that the link carries in time for the step under `regions`.
 
     op_time_us  of every recorded operator
     """
@@ -44,7 +44,7 @@ def fewest_offloads(
     timeline = Timeline(memory, regions, op_time_us)
     worth = _worth(timeline)
     low, high, best = 0, len(worth), schedule(timeline, worth, link)
-    while low < high:  # more may do worse, so what is found is kept
+    while low < high:  # more may do worse, so the best so far is kept
         middle = (low + high) // 2
         found = schedule(timeline, worth[:middle], link)
         if memory.offloading(found).curve(regions).peak_bytes <= budget_bytes:
@@ -60,12 +60,12 @@ def _worth(timeline: Timeline) -> list[Candidate]:
 
 
 def schedule(timeline: Timeline, candidates: Sequence[Candidate], link: Link) -> tuple[Offload, ...]:
-    """Offloads of those of `candidates` (in order of time) that get to the host and back without a wait."""
+    """Schedule those of `candidates` (in order of time) that get to the host and back without a wait."""
     return tuple(sorted(_back(timeline, _out(timeline, candidates, link), link)))
 
 
 def _out(timeline: Timeline, candidates: Sequence[Candidate], link: Link) -> list[tuple[Candidate, Border]]:
-    """(candidate, where it is let go of), for those whose copy ends in forward."""
+    """Return (candidate, border of its release) for those whose copy ends in forward."""
     borders = timeline.borders
     ops = [border.op for border in borders]
     starts = timeline.starts_us[ops]
@@ -81,7 +81,7 @@ def _out(timeline: Timeline, candidates: Sequence[Candidate], link: Link) -> lis
 
 
 def _back(timeline: Timeline, out: list[tuple[Candidate, Border]], link: Link) -> list[Offload]:
-    """Offloads of those that come back in time; the last to be asked for first, each as late as it may."""
+    """Return the offloads that come back in time; the last to be needed first, each as late as possible."""
     events = timeline.events
     starts = timeline.starts_us[[position for position, _ in events]]
     found, free_us = [], float("inf")
@@ -96,7 +96,7 @@ def _back(timeline: Timeline, out: list[tuple[Candidate, Border]], link: Link) -
 
 
 def offload(candidate: Candidate, border: Border, fetch: int) -> Offload:
-    """`candidate`, let go of at `border` and fetched for node `fetch`."""
+    """Return the offload of `candidate`, released at `border` and fetched for node `fetch`."""
     return Offload(candidate.storage, border.node, fetch, border.after_slices)
 
 
@@ -104,10 +104,10 @@ def offload(candidate: Candidate, border: Border, fetch: int) -> Offload:
 
 
 def stashed_offloads(timeline: Timeline, link: Link, storages: Collection[int] | None = None) -> tuple[Offload, ...]:
-    """All candidates that the host holds, or those in `storages`, as executors without a plan bring them there.
+    """Return the offloads of executors without a plan: all candidates that the host holds, or of `storages`.
 
-    A copy is waited for when `STASH` later ones were begun (`max_fwd_stash_size` of TRL's `OffloadActivations`), and
-    each comes back an event before it is asked for.
+    A copy is waited for when `STASH` later ones have begun (`max_fwd_stash_size` of TRL's `OffloadActivations`), and
+    each storage comes back an event before it is needed.
     """
     wanted = [each for each in timeline.candidates if storages is None or each.storage in storages]
     on_host = itertools.accumulate(each.size_bytes for each in wanted)
@@ -140,7 +140,7 @@ def stall_us(timeline: Timeline, offloads: Sequence[Offload], link: Link) -> flo
 
 
 def copies(timeline: Timeline, offloads: Sequence[Offload], link: Link) -> tuple[CopyTimes, ...]:
-    """When each storage is copied, by the estimated times; in the order in which they leave."""
+    """Return the times at which each storage is copied, by estimated times; in the order in which they leave."""
     return _carried(timeline, offloads, link)[0]
 
 

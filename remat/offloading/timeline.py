@@ -18,9 +18,9 @@ from remat.evaluation.plan import Region
 class Candidate:
     """A storage that may be on the host between forward and backward.
 
-    node, save     how the executor knows it, see `OffloadRef`
+    node, save     its place for the executor, see `OffloadRef`
     ready_us       when its copy out may begin       local_end  operators run in forward up to its last reader
-    asked_at       position at which backward first asks for it
+    asked_at       position at which backward first needs it
     """
 
     storage: int
@@ -33,7 +33,7 @@ class Candidate:
 
 
 class Border(NamedTuple):
-    """Where a copy out may end: operators run by then, behind which node, or behind how many of its slices."""
+    """A place where a copy out may end: operators run by then, and the node, or number of its slices, before it."""
 
     op: int
     node: int
@@ -90,12 +90,12 @@ class Timeline:
 
     @functools.cached_property
     def _saved_in(self) -> dict[int, Region]:
-        """For every storage that a region saves, the region."""
+        """The region of every storage that a region saves."""
         return {int(u): region for region in self.regions for u in self.memory.saved_storages(region)}
 
     @functools.cached_property
     def borders(self) -> list[Border]:
-        """In order; of several at one place the first."""
+        """The borders in order; of several at one place the first."""
         found: dict[int, Border] = {}
         for i, node in enumerate(self.graph.nodes):
             region = self._region_of.get(i)
@@ -108,7 +108,7 @@ class Timeline:
 
     @functools.cached_property
     def events(self) -> list[tuple[int, int]]:
-        """(position, node), of every event, in order."""
+        """(position, node) of every event, in order."""
         tops = [r for r in self.recomputations if r.level == 0]
         found = {r.start: r.region.first for r in tops if self.graph.nodes[r.region.first].call != OUTSIDE}
         taken = {r.trigger for r in self.recomputations}
@@ -124,13 +124,13 @@ class Timeline:
 
     @functools.cached_property
     def candidates(self) -> list[Candidate]:
-        """By the time at which they are ready."""
+        """The candidates by the time at which they are ready."""
         found = [candidate for u in self._kept.tolist() if (candidate := self._candidate(u)) is not None]
         return sorted(found, key=lambda candidate: (candidate.ready_us, candidate.storage))
 
     @property
     def kept_bytes(self) -> int:
-        """Of all candidates."""
+        """The bytes of all candidates."""
         return sum(candidate.size_bytes for candidate in self.candidates)
 
     @functools.cached_property
@@ -171,13 +171,13 @@ class Timeline:
         )
 
     def ready_at(self, candidate: Candidate) -> int:
-        """Position at which its copy out may begin."""
+        """Return the position at which its copy out may begin."""
         return int(np.searchsorted(self.starts_us[: self.graph.forward_end + 1], candidate.ready_us))
 
     def _as_value(self, storage: int) -> tuple[int, None, int] | None:
-        """Return (node, None, operators run when it exists) of the first node with this value, if anything needs it.
+        """Return (node, None, operators run when it exists) for a storage as a node's value; None if impossible.
 
-        That is the first node whose value it is, and which keeps it or which a node outside of its region takes.
+        The node is the first whose value it is, and which keeps it or which a node outside of its region takes.
         """
         ends: list[tuple[int, int]] = []
         for i in self._index.valued.get(storage, ()):
@@ -192,7 +192,7 @@ class Timeline:
         return node, None, ready
 
     def _as_save(self, storage: int) -> tuple[int, int, int] | None:
-        """(node, which of its saves, operators run before it), of the first save outside regions."""
+        """Return (node, number among its saves, operators run before it) of the first save outside regions."""
         table = self.graph.saved_tensors
         for row in self._index.rows_of.get(storage, ()):
             node = int(table.node[row])

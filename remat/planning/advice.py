@@ -71,7 +71,7 @@ def advise(
     *,
     losses_are_cut: bool = False,
 ) -> list[Lever]:
-    """Every lever that frees something, the most first.
+    """Return the levers that lower the peak, the largest gain first.
 
     whole           the step as recorded, before any sharding
     losses_are_cut  its losses run in slices already, or were tried in slices: cutting them is no lever
@@ -85,7 +85,7 @@ def advise(
 
 
 def least_peak_of(graph: Graph, costs: Costs) -> int:
-    """A judge: the least peak that any plan of the step has, or one close to it."""
+    """Return the least peak that any plan of the step has, or one close to it; serves as a judge."""
     problem = Problem(graph, costs, find_space(graph), 1)
     return least_peak(problem, Limits(time_s=LEAST_PEAK_S)).peak_bytes
 
@@ -97,7 +97,7 @@ def _is_cut(graph: Graph) -> bool:
 def _changed(
     workload: Workload, place: PlanningDevice, loop: TrainingLoop, whole: Graph, losses_are_cut: bool
 ) -> Iterator[tuple[str, Graph]]:
-    """Each lever, and the graph of one rank with it."""
+    """Yield each lever with one rank's graph under it."""
     for what, changed in _workloads(workload, whole):
         step = fake_step(changed, place)
         if (loop.offload_optimizer or loop.step_in_backward) and not can_be_offloaded(step.optimizer.alone):
@@ -122,7 +122,7 @@ def _changed(
 
 
 def _state_on_host(workload: Workload, place: PlanningDevice, loop: TrainingLoop) -> Iterator[tuple[str, Graph]]:
-    """The optimizer's state on the host between its steps, where it is one whose state can be there."""
+    """Yield the optimizer's state on the host, if this optimizer supports it."""
     step = fake_step(workload, place, loop=loop)
     if not can_be_offloaded(step.optimizer.alone):
         return
@@ -133,7 +133,7 @@ def _state_on_host(workload: Workload, place: PlanningDevice, loop: TrainingLoop
 
 
 def _in_backward(workload: Workload, place: PlanningDevice, loop: TrainingLoop) -> Iterator[tuple[str, Graph]]:
-    """Parameters stepped in backward, where the optimizer is one that can."""
+    """Yield stepping parameters in backward, if the optimizer supports it."""
     step = fake_step(workload, place, loop=loop)
     if not can_be_offloaded(step.optimizer.alone):
         return
@@ -148,7 +148,7 @@ def _in_backward(workload: Workload, place: PlanningDevice, loop: TrainingLoop) 
 def _weights_on_host(
     workload: Workload, place: PlanningDevice, loop: TrainingLoop, whole: Graph
 ) -> Iterator[tuple[str, Graph]]:
-    """The frozen weights of all layers on the host, where there are such layers."""
+    """Yield keeping all layers' frozen weights on the host, if there are enough such layers."""
     step = fake_step(workload, place, loop=loop)
     if len(layers := layers_of(step.model)) >= FEWEST:
         graph = graph_with_layers(whole, step, len(layers), place.target.alignment_bytes)
@@ -171,7 +171,7 @@ def _workloads(workload: Workload, whole: Graph) -> Iterator[tuple[str, Workload
 
 
 def _has_fused(name: str) -> bool:
-    """Whether torch's class takes `fused`."""
+    """Return whether the optimizer class of torch takes `fused`."""
     return "fused" in inspect.signature(getattr(torch.optim, name)).parameters
 
 
@@ -179,7 +179,7 @@ def _has_fused(name: str) -> bool:
 
 
 def with_chunked_loss(graph: Graph, chunks: int) -> Graph:
-    """`graph` with what comes after the last layer, logits and loss, in so many pieces, forward and backward."""
+    """Divide logits, loss and everything else after the last layer by `chunks`, in forward and backward."""
     storages = graph.storages
     made_in = np.where(storages.birth < graph.backward_end, graph.op_node[storages.birth], -1)
     head = codes_of_storages(graph) == HEAD
@@ -190,7 +190,7 @@ def with_chunked_loss(graph: Graph, chunks: int) -> Graph:
 
 
 def with_fused_attention(graph: Graph) -> Graph:
-    """`graph` without the scores of attention: what a softmax of four dimensions takes, gives, and is followed by."""
+    """Set the sizes of attention scores to 0: inputs, outputs and neighbours of 4-dimensional softmaxes."""
     storages, small = graph.storages, np.zeros(len(graph.storages.birth), dtype=bool)
     for op in _softmaxes(graph):
         own = storages.size_bytes[(storages.birth == op)].max(initial=0)
@@ -206,7 +206,7 @@ def with_fused_attention(graph: Graph) -> Graph:
 
 
 def _softmaxes(graph: Graph) -> list[int]:
-    """Forward operators that are the softmax of an attention: over queries times keys, by head."""
+    """List the forward operators that are the softmax of an attention, over queries times keys of each head."""
 
     def attends(kind: int) -> bool:
         signature = graph.kinds[kind].signature
@@ -220,7 +220,7 @@ def _softmaxes(graph: Graph) -> list[int]:
 
 
 def _resized(graph: Graph, chosen: np.ndarray, pieces: int) -> Graph:
-    """`graph` with the storages `chosen` in `pieces`, one at a time; none at all for 0."""
+    """Divide the sizes of the `chosen` storages by `pieces`; 0 pieces makes them 0."""
     size = graph.storages.size_bytes.copy()
     size[chosen] = -(-size[chosen] // pieces) if pieces else 0
     return dataclasses.replace(graph, storages=dataclasses.replace(graph.storages, size_bytes=size))

@@ -18,7 +18,7 @@ from remat.recording.fake_step import LAYERS_ON_HOST
 
 
 def plan_of(study: Study, outcome: BestPlan, budget_bytes: int) -> Plan:
-    """The plan of an outcome, with the proof about it and what the alternatives would cost."""
+    """Return the plan of an outcome with its proof and the cost of its alternatives."""
     found = outcome.found
     proof: Proof = {
         "name": found.solution.solver,
@@ -41,7 +41,7 @@ def plan_of(study: Study, outcome: BestPlan, budget_bytes: int) -> Plan:
 
 
 def assemble(study: Study, found: FoundPlan, budget_bytes: int, predicted: Prediction, proof: Proof) -> Plan:
-    """The plan of a solution."""
+    """Assemble the plan of a solution."""
     problem, solution, profile = study.problem(found.at, budget_bytes), found.solution, found.at.profile
     graph = problem.graph
     return Plan(
@@ -68,7 +68,7 @@ def _about(study: Study, found: FoundPlan) -> dict[str, Any]:
 
 
 def as_found(study: Study, found: FoundPlan, budget_bytes: int) -> Plan:
-    """The plan of a solution, with the proof that its strategy gave."""
+    """Assemble the plan of a solution with the proof that its strategy gave."""
     solution = found.solution
     proof: Proof = {
         "name": solution.solver,
@@ -82,10 +82,10 @@ def as_found(study: Study, found: FoundPlan, budget_bytes: int) -> Plan:
 
 
 def predict(study: Study, found: FoundPlan) -> Prediction:
-    """Peak and time of the step under a plan.
+    """Predict peak and time of the step under a plan.
 
-    Where it has been replayed, the peak is the replay's. `evaluator_peak_bytes` says where the evaluator expects
-    another, as it does of modules and of compiled steps; of a plan for eager execution that is a bug.
+    The peak is the replay's if the plan was replayed. `evaluator_peak_bytes` then records a different peak by the
+    evaluator, which modules and compiled steps may have; for a plan that runs eagerly, it is a bug.
     """
     problem, solution, profile = study.problem(found.at, 0), found.solution, found.at.profile
     graph, memory = problem.graph, problem.memory.offloading(solution.offloads)
@@ -129,5 +129,5 @@ def predict(study: Study, found: FoundPlan) -> Prediction:
 
 
 def _with_added(plain_us: float, planned_us: float) -> tuple[float, float]:
-    """Time without the plan, and what the plan adds."""
+    """Return the time without the plan, and the time that the plan adds."""
     return plain_us, planned_us - plain_us

@@ -12,14 +12,14 @@ from remat.reservation.fragmentation import CONTEXT_BYTES
 from remat.units import gib, parse_bytes
 
 AUTO_HEADROOM = "10%"
-OF_STEP = "%step"  # how a share of the step's own peak ends
+OF_STEP = "%step"  # the suffix of a share of the step's own peak
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """limit_bytes is what plans must keep: the budget given, less the headroom.
+    """A budget in bytes; `limit_bytes`, the given budget less the headroom, limits the peak of plans.
 
-    reserved_bytes  what the caching allocator may reserve, simulated; None: whatever it does
+    reserved_bytes  limit on the bytes that the caching allocator reserves, simulated; None: no limit
     """
 
     given_bytes: int
@@ -28,7 +28,7 @@ class Budget:
 
 
 def is_share_of_step(budget: object) -> bool:
-    """Whether `budget` is a share of what the step needs without checkpointing, such as `60%step`."""
+    """Return whether `budget` is a share of the step's peak without checkpointing, such as `60%step`."""
     return isinstance(budget, str) and budget.strip().lower().endswith(OF_STEP)
 
 
@@ -47,15 +47,14 @@ def parse_budget(
     usable_bytes: int | None = None,
     step_bytes: int | None = None,
 ) -> Budget:
-    """The budget meant by `budget`: bytes, text with a unit, `90%` or `auto` of the target's memory, or `60%step`.
+    """Parse `budget`: bytes, text with a unit, `90%` or `auto` of the target's memory, or `60%step`.
 
     headroom      subtracted first: bytes, text with a unit or a percentage of the budget; None is 0, and 10 % for an
                   `auto` without `usable_bytes`
-    usable_bytes  of the memory what an allocator can reserve, where it can be simulated: then `auto` means that what it
-                  reserves fits
-    step_bytes    peak of the step without checkpointing, which `60%step` is a share of
+    usable_bytes  bytes that an allocator can reserve, where it can be simulated; `auto` then limits reserved bytes
+    step_bytes    peak of the step without checkpointing, for `60%step`
 
-    Raises UsageError for text without a unit, for a number that is no number of bytes, and where nothing is left.
+    Raises UsageError for text without a unit, an invalid number of bytes, or a headroom that leaves nothing.
     """
     require_unit("budget", budget)
     require_unit("headroom", 0 if headroom is None else headroom)

@@ -20,13 +20,13 @@ from remat.reservation.fragmentation import Footprint, footprints
 from remat.units import gib
 
 MOST_TRIES = 6
-CLOSE = 0.02  # of the limit: a plan that leaves no more unused is not improved on
+CLOSE = 0.02  # of the limit: a plan that leaves less unused is final
 
 
 def footprints_of(study: Study, outcome: BestPlan, settings: AllocatorSettings) -> tuple[Footprint, ...]:
-    """The footprint of a plan under `settings`, and the one with or without expandable segments.
+    """Simulate the plan's footprint under `settings`, and with expandable segments switched.
 
-    Where the executor needs more than the evaluator says (regions of modules), each is as much larger.
+    Where the executor needs more than the evaluator says (regions of modules), each footprint grows by the excess.
     """
     solution = outcome.solution
     memory = study.problem(outcome.at, 0).memory.offloading(solution.offloads)
@@ -40,14 +40,14 @@ def reserving_at_most(
     within: Callable[[int], BestPlan],
     footprints_of: Callable[[BestPlan], Sequence[Footprint]],
 ) -> BestPlan:
-    """A plan that makes the allocator reserve `limit_bytes` at most: `first`, or one that requests less.
+    """Return `first` if the allocator reserves at most `limit_bytes` for it, else a plan that requests less.
 
-    within         the plan for so many requested bytes; raises Infeasible or NoPlanInTime
-    footprints_of  those of a plan: under the settings assumed, and under the others
+    within         returns the plan for a limit on requested bytes; raises Infeasible or NoPlanInTime
+    footprints_of  returns a plan's footprints: under the assumed settings, and under the others
 
-    The first excess says how much less to request; from then on the search halves the range between a request that is
-    too much and one that is not, and the fastest plan that fits is taken. The bound stays that of `first`. Raises
-    NoPlanInTime where nothing is found.
+    The first excess lowers the request. The search then halves the range between a request that is too large and one
+    that fits, and returns the fastest plan that fits. The bound stays that of `first`. Raises NoPlanInTime if no plan
+    fits.
     """
     first_footprints = footprints_of(first)
     excess = first_footprints[0].reserved_bytes - limit_bytes
@@ -78,7 +78,7 @@ def reserving_at_most(
 
 
 def _too_fragmented(footprints: Sequence[Footprint], limit_bytes: int) -> NoPlanInTime:
-    """The refusal where the bytes that the first plan requests fit on the card, and those that it reserves do not.
+    """Return the refusal of a plan whose requested bytes fit the card but whose reserved bytes do not.
 
     It proves nothing: another plan that requests as much may reserve less.
     """

@@ -120,7 +120,7 @@ def check(
 def verdict_of(
     profile: Profile, step: FakeStep | None, request: PlanRequest, place: PlanningDevice, plan: Plan | None = None
 ) -> Verdict:
-    """Whether the step of `profile` fits, under `plan` if there is one, and otherwise the least change that fits."""
+    """Return whether the step of `profile` fits, under `plan` if given, else the least change that fits."""
     limit = request.limit(place, profile.peak_without_checkpointing)
     assert limit is not None
     found = estimate_under(plan, profile, request.allocator)
@@ -141,7 +141,7 @@ def verdict_of(
 def _with_plan(
     verdict: Verdict, profile: Profile, step: FakeStep | None, request: PlanRequest, place: PlanningDevice
 ) -> Verdict:
-    """`verdict` with a plan as its change, or with the reason why none fits."""
+    """Add to `verdict` a plan as its change, or the reason why no plan fits."""
     try:
         made = plan_study(study_of(profile, request, place, step))
     except (Infeasible, NoPlanInTime) as refusal:
@@ -154,7 +154,7 @@ def _with_plan(
 
 
 def _needed_bytes(found: Estimate, limit: Budget) -> tuple[int, bool]:
-    """The most that the step takes, and whether these are reserved bytes."""
+    """Return the peak bytes of the step, and whether they are reserved bytes."""
     peaks = found.peaks
     requested = max(peaks.peak_bytes, peaks.eager_bytes or 0, peaks.first_step_bytes)
     if limit.reserved_bytes is None or not found.allocator:
@@ -167,7 +167,7 @@ def _limit_bytes(limit: Budget) -> int:
 
 
 def setting_that_fits(found: Estimate, limit: Budget) -> str | None:
-    """The allocator's other setting, where the step fits with it."""
+    """Return the allocator's other setting if the step fits with it."""
     for footprint in found.allocator[1:] if limit.reserved_bytes is not None else ():
         other = dataclasses.replace(found, allocator=(footprint,))
         if footprint.settings and _needed_bytes(other, limit)[0] <= _limit_bytes(limit):

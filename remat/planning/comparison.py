@@ -46,11 +46,11 @@ OnStrategy = Callable[[str, int, int], None]
 DEFAULT = (*HEURISTICS, "exact")
 NO_LIMIT = 1 << 62
 COLUMNS = ("strategy", "fits", "peak", "step", "added", "gap")
-LOSS_WHOLE = "exact-whole-loss"  # what "exact" finds that leaves losses whole, where it cuts them
-UNFUSED = "exact-unfused"  # what "exact" finds for the step as captured, where groups are fused
+LOSS_WHOLE = "exact-whole-loss"  # the plan of "exact" with whole losses, if "exact" chunks them
+UNFUSED = "exact-unfused"  # the plan of "exact" for the captured step, if groups are fused
 FUSE_ONLY = "fuse-only"  # groups fused, and nothing recomputed
-KEPT = "exact-no-offload"  # what "exact" finds that leaves all on the device, where it may go to the host
-OFFLOAD_ALL = "offload-all"  # nothing recomputed, all that autograd keeps on the host, as TRL's activation_offloading
+KEPT = "exact-no-offload"  # the plan of "exact" without offloads, if these are allowed
+OFFLOAD_ALL = "offload-all"  # nothing recomputed, all saved tensors on the host, as TRL's activation_offloading
 OFFLOAD_INPUTS = "offload-inputs"  # every block, its input on the host, as Unsloth's gradient checkpointing
 LIGER_LIKE = "liger-like"  # every block, and losses in as many slices as Liger-Kernel's fused head takes
 
@@ -59,13 +59,13 @@ LIGER_LIKE = "liger-like"  # every block, and losses in as many slices as Liger-
 class StrategyRow:
     """The result of one strategy. A field is None if it found no plan at all, or cannot know the value.
 
-    fits         the peak keeps the budget; where not, the plan is the nearest that a heuristic comes to it
-    step_time_us, overhead  of the device, or of the host where that takes longer; so are the next two
+    fits         whether the peak keeps the budget; if not, the plan is the nearest that a heuristic finds
+    step_time_us, overhead  of the device or the host, whichever takes longer; so are the next two
     samples_per_s, tokens_per_s  of one rank, over all micro-batches of an optimizer step
-    bound_us     what the strategy itself proves, and `gap` how far its plan is from that
-    above_bound  recompute_time_us over the best bound of the comparison, less 1; None where that is 0
+    bound_us     lower bound that the strategy itself proves; `gap` is its plan's distance from it
+    above_bound  recompute_time_us over the best bound of the comparison, less 1; None if that is 0
     measured     peak_bytes and step_time_us of the planned step, run at the size of `Comparison.measured_on`
-    plan         None where there is none
+    plan         its plan; None if there is none
     """
 
     strategy: str
@@ -92,7 +92,7 @@ class StrategyRow:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Its cells under `COLUMNS`."""
+        """The row's cells under `COLUMNS`."""
         peak = "-" if self.peak_bytes is None else gib(self.peak_bytes)
         time = "-" if self.step_time_us is None else ms(self.step_time_us)
         added = "-" if self.overhead is None else f"{100 * self.overhead:+.1f} %"
@@ -139,10 +139,10 @@ class Heading(Shown):
 class Comparison(Heading):
     """The rows, best first.
 
-    bound_us     the best that is proved: no plan within the budget recomputes for less; 0 where nothing is
-    measured_on  device, batch_size and seq_len of what was measured: a device may bear less than was planned for
-    failures     what a measurement contradicts, one sentence each
-    interrupted  the user pressed Ctrl-C: strategies or measurements are missing
+    bound_us     the best proved lower bound on the recompute time of plans within the budget; 0 if none
+    measured_on  device, batch_size and seq_len of the measured step, which may be smaller than the planned one
+    failures     contradictions by a measurement, one sentence each
+    interrupted  whether the user pressed Ctrl-C: strategies or measurements are missing
     """
 
     _header: ClassVar[tuple[str, ...]] = COLUMNS
@@ -223,14 +223,14 @@ def compare_study(
 ) -> Comparison:
     """Plan one step by several strategies under the budget of `study`.
 
-    Where there is a step, every plan that fits is replayed.
-    Beside the strategies there are rows for what the best plan is without its means (`LOSS_WHOLE`, `UNFUSED`, `KEPT`),
-    and for what people run without a planner (`LIGER_LIKE`, `FUSE_ONLY`, `OFFLOAD_ALL`, `OFFLOAD_INPUTS`).
+    If there is a step, every plan that fits is replayed.
+    Beside the strategies there are rows for the best plans without one of the means (`LOSS_WHOLE`, `UNFUSED`, `KEPT`),
+    and for steps that people run without a planner (`LIGER_LIKE`, `FUSE_ONLY`, `OFFLOAD_ALL`, `OFFLOAD_INPUTS`).
 
     strategies   names in `solvers.STRATEGIES`; by default the quick ones
-    on_strategy  called with the name of each before it begins, its number from 1, and how many there are
+    on_strategy  called before each one with its name, its number from 1, and the number of strategies
 
-    Raises Infeasible where it is proved that no plan fits, UsageError for an unknown strategy.
+    Raises Infeasible if it is proved that no plan fits, UsageError for an unknown strategy.
     """
     names = tuple(dict.fromkeys(strategies or DEFAULT))
     for name in names:
@@ -310,7 +310,7 @@ class _Comparing:
             self._solutions[KEPT] = strategy_solution(alone, self._at, "exact", self._budget_bytes, self._limits)
 
     def _best_of_forms(self) -> BestPlan | None:
-        """The best plan of another form than the captured one, where that pays."""
+        """Return the best plan of another form than the captured one, if it pays."""
         if self._interrupted or "exact" not in self._solutions or not self._study.has_forms:
             return None
         try:
@@ -320,7 +320,7 @@ class _Comparing:
         return None if outcome.at is self._at else outcome
 
     def _by_hand(self, bound_us: float) -> Iterator[StrategyRow]:
-        """Rows of what people run in another form without a plan."""
+        """Yield rows of what people run in another form without a plan."""
         forms = self._study.forms
         assert forms is not None
         others = [(forms.like_liger, "every-block", LIGER_LIKE)] if forms.are_losses else []
@@ -333,9 +333,9 @@ class _Comparing:
                 yield self._row(name, FoundPlan(at, solution, limits), bound_us)
 
     def _row(self, name: str, found: FoundPlan, best_bound_us: float, outcome: BestPlan | None = None) -> StrategyRow:
-        """The row of a strategy.
+        """Make the row of a strategy.
 
-        best_bound_us  the best bound of the comparison: in its file, a plan without a proof of its own gets that one
+        best_bound_us  the best bound of the comparison, which a plan without its own proof stores
         """
         how, solution, proves = self._study.how, found.solution, name in EXACT or name == KEPT
         carries = how.bound_carries
@@ -387,7 +387,7 @@ class _Comparing:
         )
 
     def _samples_per_s(self, found: FoundPlan, added_us: float) -> float | None:
-        """Samples of one rank, over all micro-batches of an optimizer step."""
+        """Return samples per second of one rank, over all micro-batches of an optimizer step."""
         profile, regions = found.at.profile, found.solution.regions
         about, accumulation = profile.graph.about, profile.graph.about["accumulation"]
         device_us = profile.costs.update_time_us(profile.graph, accumulation, added_us)
@@ -414,7 +414,7 @@ def _above(price_us: float | None, bound_us: float) -> float | None:
 
 
 def solve(problem: Problem, name: str, limits: Limits) -> Solution:
-    """The solution of the strategy `name`; a plan that does not hold raises."""
+    """Solve with the strategy `name`; raise if the plan fails the check."""
     if name == FUSE_ONLY:
         fits = problem.memory.peak_without_regions <= problem.budget_bytes
         return Solution(FUSE_ONLY, "feasible" if fits else "unknown")
@@ -427,9 +427,9 @@ def solve(problem: Problem, name: str, limits: Limits) -> Solution:
 
 
 def strategy_solution(study: Study, at: StepForm, name: str, budget_bytes: int, limits: Limits) -> Solution:
-    """The solution of the strategy `name` for the step in a form, as it runs."""
+    """Solve the step in a form with the strategy `name`, as it runs."""
     problem, how, judge = study.problem(at, budget_bytes), study.how, study.judge(at)
-    if name == WITHOUT:  # it is not replayed: people run it untraced, and compiled where all is
+    if name == WITHOUT:  # not replayed: it runs untraced, or compiled if the execution compiles
         peak = how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
         return Solution(WITHOUT, "feasible" if peak <= budget_bytes else "unknown", replayed_bytes=peak)
     proves = name in EXACT
@@ -440,16 +440,16 @@ def strategy_solution(study: Study, at: StepForm, name: str, budget_bytes: int, 
 
 
 def peak_of(problem: Problem, name: str, regions: tuple[Region, ...]) -> int:
-    """Peak by the evaluator of what `name` proposes."""
+    """Return the evaluator's peak of the plan that the strategy `name` proposes."""
     memory = problem.memory
     return memory.peak_without_checkpointing if name == WITHOUT else memory.curve(regions).peak_bytes
 
 
 def has_plan(name: str, solution: Solution) -> bool:
-    """Whether the regions mean something: a heuristic shows its nearest plan where none of its kind fits."""
+    """Return whether the regions are a plan: a heuristic that fits nothing still returns its nearest plan."""
     return solution.fits or name in (*HEURISTICS, OFFLOAD_ALL, OFFLOAD_INPUTS)
 
 
 def best_bound(solutions: dict[str, Solution]) -> float:
-    """Microseconds that every plan within the budget recomputes for."""
+    """Return the least recompute time of any plan within the budget, as proved."""
     return max((solution.bound_us for name, solution in solutions.items() if name in EXACT), default=0.0)

@@ -39,11 +39,11 @@ PHASES = ("forward", "backward", "optimizer")
 class Peaks:
     """The peak of the step and what it consists of; bytes throughout.
 
-    eager       peak of a forward that is not traced: its local variables hold on to what the graph has let go. None
-                under a plan, which is traced, and where it is not known
-    first_step  peak of the very first step, which makes the optimizer's state     at  where the peak is, in words
-    phases      highest in forward, backward and optimizer                         parts  at the peak, by category
-    modules     of activations, logits and loss at the peak: what made them, all layers together
+    eager       peak of a forward that is not traced: its local variables keep tensors that a graph has freed. None
+                under a plan, which is traced, and if it is not known
+    first_step  peak of the very first step, which allocates the optimizer's state  at  place of the peak, in words
+    phases      peaks of forward, backward and optimizer                           parts  at the peak, by category
+    modules     activations, logits and loss at the peak by their module, all layers together
     """
 
     peak_bytes: int
@@ -57,11 +57,12 @@ class Peaks:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """One optimizer step on one rank; None where there are no tokens, or the target's rate is not known.
+    """One optimizer step on one rank; None if there are no tokens, or if the target's rate is not known.
 
-    update_time_us  of all its micro-batches and the optimizer: the longer of the next two     samples  of all ranks
-    device_us       what the device needs to run its kernels
-    host_us         what the host needs to launch them; 0 where costs were measured, and off CUDA
+    update_time_us  of all its micro-batches and the optimizer: the longer of device_us and host_us
+    samples         of all ranks
+    device_us       time to run its kernels on the device
+    host_us         time to launch them on the host; 0 if costs were measured, and off CUDA
     mfu, hfu        shares of the target's peak rate, the model's operations alone and with the recomputed ones
     """
 
@@ -82,8 +83,8 @@ class Speed:
 class Estimate:
     """The memory and time of one step in one training loop.
 
-    allocator  what the caching allocator makes of it, under the settings assumed and with expandable segments turned
-               on or off; empty where there is none, and of what is not traced
+    allocator  footprints in the caching allocator, under the assumed settings and with expandable segments switched;
+               empty without such an allocator, and for a step that is not traced
     """
 
     about: dict[str, Any]
@@ -155,7 +156,7 @@ def recorded_for(
 
 
 def allocator_of(plan: Plan | None, given: str | None) -> str | None:
-    """The allocator's settings to assume: those given, or else those that the plan assumes."""
+    """Return the allocator settings to assume: `given`, else those that the plan assumes."""
     if given is not None or plan is None or not plan.predicted.get("allocator"):
         return given
     return str(plan.predicted["allocator"][0]["settings"])
@@ -242,7 +243,7 @@ def _speed(profile: Profile, memory: Memory, regions: Sequence[Region]) -> Speed
 
 
 def _dtype(graph: Graph, flops: np.ndarray) -> str:
-    """The dtype that does most of the arithmetic."""
+    """Return the dtype that does most of the arithmetic."""
     by_kind = np.bincount(graph.op_kind, flops, minlength=len(graph.kinds))
     total: dict[str, float] = {}
     for kind, count in zip(graph.kinds, by_kind.tolist(), strict=True):

@@ -75,11 +75,11 @@ class BatchFit:
 
 @dataclasses.dataclass(frozen=True)
 class Sizing:
-    """A workload, and what holds for its step at any size of the batch.
+    """A workload, and what holds for its step at any batch size.
 
-    loop    ranks, shards and what else training does
+    loop    ranks, shards and the rest of the training loop
     link    to the host's memory, where activations may be offloaded
-    on_try  called with what is tried next, in words
+    on_try  called with a description of each try
     """
 
     workload: Workload
@@ -117,7 +117,7 @@ class Sizing:
         return cls(workload, place, budget, own, request, link, on_try or (lambda what: None))
 
     def micro_batches(self, seq_len: int | None = None) -> MicroBatches:
-        """The step at any micro-batch; of another length, each size is recorded by itself."""
+        """Return the step at any micro-batch; with `seq_len`, each size is recorded by itself."""
         workload = self.workload if seq_len is None else self.workload.sized(seq_len=seq_len)
         common = (workload, self.place, self.budget, self.loop, self.request, self.on_try)
         return MicroBatches(*common, link=self.link, scaled=seq_len is None)
@@ -166,7 +166,7 @@ def fit(
 
 
 def fitted(sizing: Sizing, global_batch: int) -> BatchFit:
-    """`fit`, of a Sizing."""
+    """Run `fit` for a Sizing."""
     budget, ranks = sizing.budget, sizing.loop.ranks
     samples = samples_of_rank(global_batch, ranks)
     sizes = sizing.micro_batches()
@@ -198,7 +198,7 @@ def fitted(sizing: Sizing, global_batch: int) -> BatchFit:
 
 
 def samples_of_rank(global_batch: int, ranks: int) -> int:
-    """Samples of each rank. Raises UsageError where there is no such number."""
+    """Return the samples of each rank. Raises UsageError if they do not divide evenly."""
     if global_batch < ranks:
         raise UsageError(
             f"a global batch of {global_batch} leaves {ranks - global_batch} of {ranks} ranks without a sample; "
@@ -246,7 +246,7 @@ def largest_batch(
 
 
 def largest_of(sizing: Sizing) -> Plan:
-    """`largest_batch`, of a Sizing."""
+    """Run `largest_batch` for a Sizing."""
     loop = sizing.loop
     sizes = sizing.micro_batches()
     guess, cuts = sizes.guess(accumulates=loop.accumulates), is_power_of_two(loop.accumulation)
@@ -257,17 +257,16 @@ def largest_of(sizing: Sizing) -> Plan:
 
 
 def _fewer(size: int) -> Iterator[int]:
-    """`size`, and smaller ones in steps of 5 %."""
+    """Yield `size`, then smaller sizes in steps of 5 %."""
     while size:
         yield size
         size = min(size - 1, round((1 - STEP_DOWN) * size))
 
 
 def _reserving(choices: Iterable[T], plan: Callable[[T], Plan]) -> tuple[T, Plan]:
-    """The first of `choices` with a plan that keeps the budget, recorded at its size.
+    """Return the first of `choices` whose plan keeps the budget when recorded at its size.
 
-    Sizes are chosen by what they request; what the caching allocator reserves, where the budget is that, is known of a
-    finished plan only.
+    Sizes are chosen by requested bytes. Reserved bytes, if the budget limits those, are known of a finished plan only.
     """
     refused: Infeasible | NoPlanInTime | None = None
     for choice in choices:
@@ -313,7 +312,7 @@ def longest_sequence(
 
 
 def longest_of(sizing: Sizing) -> Plan:
-    """`longest_sequence`, of a Sizing."""
+    """Run `longest_sequence` for a Sizing."""
     workload, loop = sizing.workload, sizing.loop
     if workload.seq_len is None:
         raise UsageError(f"{workload.name} has no sequences; ask for --max-batch.")

@@ -49,9 +49,9 @@ class StepForms:
 
     step        of the model, at any batch size
     profile     of the captured step, priced for the execution
-    choice      which are tried
+    choice      limits on the forms to try
     slices      whether losses and MLPs may run in slices        fuse  whether groups are fused
-    profile_in  the profile of the step in a form; by default that of `step`, recorded
+    profile_in  returns the profile of the step in a form; by default `step` is recorded
     on_form     called with a form before it is recorded
     """
 
@@ -96,7 +96,7 @@ class StepForms:
                 return
 
     def with_rows(self) -> Iterator[StepForm]:
-        """The forms in which what acts by row is cut too. (Rule 3)"""
+        """Yield the forms that also chunk MLPs. (Rule 3)"""
         if not self._row_slices:
             return
         made = 0
@@ -129,7 +129,7 @@ class StepForms:
 
     @functools.cached_property
     def _row_slices(self) -> int:
-        """Into how many slices all that acts by row is cut; 0 where nothing is. (Rules 1 and 3)"""
+        """Number of chunks of all MLPs; 0 if none are chunked. (Rules 1 and 3)"""
         if not self._row_runs:
             return 0
         widest = self._times * max(run.rows * run.widest for _, run in self._row_runs)
@@ -143,7 +143,7 @@ class StepForms:
 
     @functools.cached_property
     def with_losses_whole(self) -> StepForms:
-        """The same forms but those with losses or MLPs in slices."""
+        """The same forms without those that chunk losses or MLPs."""
         other = copy.copy(self)
         other._slices = False
         for name in ("_heads", "left_whole", "_row_runs", "_row_slices", "rows_us"):
@@ -151,18 +151,18 @@ class StepForms:
         return other
 
     def fused(self) -> StepForm:
-        """The form with losses whole."""
+        """Return the form with fused groups and whole losses."""
         return self.of(Form(fused=True))
 
     def in_slices(self, slices: int) -> StepForm:
-        """The form with every loss that is large enough in so many slices."""
+        """Return the form with every large loss in `slices` chunks."""
         return self.of(self._cut(slices))
 
     def like_liger(self) -> StepForm:
-        """The form with as many slices as Liger-Kernel's fused linear cross-entropy takes.
+        """Return the form with as many slices as Liger-Kernel's fused linear cross-entropy takes.
 
-        (linkedin/Liger-Kernel, `fused_linear_cross_entropy.py`: as many times fewer rows as there are more classes than
-        the width, rounded up to a power of two.)
+        (linkedin/Liger-Kernel, `fused_linear_cross_entropy.py`: the rows are divided by classes / width, rounded up to
+        a power of two.).
         """
         return self.of(self._cut(max((self._liger_slices(head) for head in self._heads), default=1)))
 
@@ -172,7 +172,7 @@ class StepForms:
         return math.ceil(rows / most)
 
     def _rounds_alike(self, slices: int) -> bool:
-        """Whether gradients will be bitwise those of the loss whole, where that can be seen: on the device at hand."""
+        """Return whether gradients stay bitwise those of the whole loss, tested on the device if there is one."""
         if self._whole.costs.source != "measured":
             return True
         if slices not in self._alike:
@@ -183,14 +183,14 @@ class StepForms:
 
     @functools.cached_property
     def _heads(self) -> list[Chunk]:
-        """The losses that are large enough; none where slices would not give what they promise. (`why_whole`)"""
+        """The losses large enough to chunk; none where chunks cannot keep their promise (`why_whole`)."""
         if not self._slices or why_whole(self._execution, self._step) is not None:
             return []
         return [head for head, logits_bytes in self._step.heads if logits_bytes >= self._large_bytes]
 
     @functools.cached_property
     def left_whole(self) -> list[str]:
-        """Why losses that are large enough are left whole, one reason each."""
+        """Reasons why large losses are not chunked, one each."""
         if not self._slices:
             return []
         if (why := why_whole(self._execution, self._step)) is not None:
@@ -204,7 +204,7 @@ class StepForms:
 
     @property
     def _times(self) -> float:
-        """How many times as large as the step's the batch of the profile is."""
+        """Batch size of the profile over that of the step."""
         return float(self._whole.graph.about["batch_size"] / self._step.workload.batch_size)
 
     @functools.cached_property
@@ -218,7 +218,7 @@ class StepForms:
         return Form(tuple(dataclasses.replace(head, slices=slices) for head in self._heads if slices), self.fuse)
 
     def of(self, form: Form) -> StepForm:
-        """The step in `form`."""
+        """Return the step in `form`."""
         if form not in self._known:
             self._on_form(form)
             self._known[form] = self._recorded(form)
@@ -231,12 +231,12 @@ class StepForms:
 
 
 def is_power_of_two(count: int) -> bool:
-    """Whether so many micro-batches divide a loss without rounding."""
+    """Return whether `count` micro-batches divide a loss without rounding."""
     return not count & (count - 1)
 
 
 def why_whole(execution: Execution, step: FakeStep) -> str | None:
-    """Why no loss of `step` may run in slices; None where it may."""
+    """Return why no loss of `step` may be chunked; None if one may."""
     if not execution.runs_forms:
         return f"execution {execution} runs no chunks"
     if step.loop.shard is not None:

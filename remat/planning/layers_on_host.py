@@ -32,9 +32,9 @@ PARTS = 8  # numbers of layers that are tried, beside none and those half way fr
 def with_layers_on_host(
     profile: Profile, step: FakeStep, request: PlanRequest, budget_bytes: int, host_bytes: int
 ) -> Profile:
-    """`profile` with as many layers on the host as make the best plan; `step` runs so from now on.
+    """Put frozen layers on the host: as many as give the best plan; changes `step` accordingly.
 
-    Raises UsageError where the model has no layers whose weights may be there, or the host no room.
+    Raises UsageError if the model has too few such layers, or the host has no room.
     """
     layers = movable_layers(step)
     if (least_bytes := pinned_bytes(_sizes(layers[:FEWEST]))) > host_bytes:
@@ -48,7 +48,7 @@ def with_layers_on_host(
     best = np.inf, counts[-1]
 
     def try_with(count: int) -> float:
-        """Return the time that the step waits with so many layers on the host, as far as a plan tells."""
+        """Return the time that the step waits with `count` layers on the host; 0 if no plan fits."""
         nonlocal best
         on_host = spread(layers, count) if count else []
         freed_bytes = sum(layer.size_bytes for layer in on_host[AT_ONCE:])
@@ -72,7 +72,7 @@ def _counts(layers: int) -> list[int]:
 
 
 def _between(counts: Sequence[int], best: int) -> list[int]:
-    """Half way from the best of `counts` to those beside it."""
+    """List the counts half way from the best of `counts` to its neighbours."""
     at = counts.index(best)
     ways = {(best + other) // 2 for other in counts[max(at - 1, 0) : at + 2]}
     return sorted(count for count in ways - {*counts} if count >= FEWEST)
@@ -88,19 +88,19 @@ def _sizes(layers: Sequence[Layer]) -> list[int]:
 
 
 def movable_layers(step: FakeStep) -> list[Layer]:
-    """The layers whose weights may be on the host; raises UsageError where these are too few."""
+    """List the layers whose weights may be on the host. Raises UsageError if they are too few."""
     layers = layers_of(step.model)
     return spread(layers, max(len(layers), FEWEST))
 
 
 def with_layers(profile: Profile, step: FakeStep, count: int) -> Profile:
-    """`profile` with so many layers on the host; `step` runs so from now on."""
+    """Return `profile` with `count` layers on the host; changes `step` accordingly."""
     graph = graph_with_layers(profile.graph, step, count, profile.target.alignment_bytes)
     return dataclasses.replace(profile, graph=graph)
 
 
 def graph_with_layers(graph: Graph, step: FakeStep, count: int, alignment_bytes: int) -> Graph:
-    """`with_layers` of the graph alone."""
+    """Return the graph with `count` layers on the host; changes `step` accordingly."""
     before = step.fix_state(Tracker(alignment_bytes))["parameters"]
     step.loop = dataclasses.replace(step.loop, weights_on_host=count)
     freed_bytes = before - step.fix_state(Tracker(alignment_bytes))["parameters"]
@@ -159,7 +159,7 @@ def _waited_us(uses: Sequence[tuple[float, int]], step_us: float, copy_us: Seque
     """
     there: dict[int, float] = {}
     free_us = waited_us = before_us = 0.0
-    for step in range(2):  # in the first nothing is there yet
+    for step in range(2):  # the first step begins with no layer on the device
         before_us = waited_us
         for i, (start_us, layer) in enumerate(uses):
             following = uses[(i + 1) % len(uses)][1]

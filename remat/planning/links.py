@@ -37,7 +37,7 @@ def offloads_named(offload: str | None) -> frozenset[str]:
 
 
 def loop_with(loop: TrainingLoop | None, offload: str | None) -> TrainingLoop | None:
-    """`loop`, with the optimizer's state where `offload` says; where it says nothing, as it was."""
+    """Return `loop` with the optimizer's state where `offload` says; unchanged if `offload` is None."""
     if offload is None:
         return loop
     return dataclasses.replace(loop or TrainingLoop(), offload_optimizer=OPTIMIZER in offloads_named(offload))
@@ -50,11 +50,11 @@ def link_of(
     *,
     has_state: bool = False,
 ) -> Link | None:
-    """The link of a device, with `host_budget` at its end; None where no activations are to be offloaded.
+    """Return the device's link with `host_budget` at its end; None if no activations are offloaded.
 
     has_state  whether the loop may have the optimizer's state on the host, whatever `offload` says
 
-    Raises UsageError where there is no link, because a CPU's memory is the host's; for an `offload` that is none of
+    Raises UsageError if there is no link, because a CPU's memory is the host's; for an `offload` that is not in
     `OFFLOADS`; and for a host budget with nothing to offload.
     """
     names, target = offloads_named(offload), found.target
@@ -66,7 +66,7 @@ def link_of(
             "plan for a GPU (`target=`)."
         )
     if host_budget is not None:
-        host_bytes_of(found, host_budget)  # so that what is no size is refused at once
+        host_bytes_of(found, host_budget)  # so that an invalid size is refused at once
     if ACTIVATIONS not in names:
         return None
     return Link(target.host_bytes_per_us, host_bytes_of(found, host_budget))
@@ -75,9 +75,8 @@ def link_of(
 def host_bytes_of(found: PlanningDevice, host_budget: str | int | None) -> int:
     """Return the bytes that may be on the host.
 
-    Without a budget that is half of what the host has free; for a target elsewhere, whose host is unknown, as much as
-    the device has; of either the next lower power of two, which is what PyTorch pins. Raises UsageError for what is no
-    number of bytes.
+    The default is half of the host's free memory or, for a target elsewhere, whose host is unknown, the device's
+    memory; rounded down to a power of two, which PyTorch pins. Raises UsageError for an invalid number of bytes.
     """
     if isinstance(host_budget, str):
         return parse_bytes(host_budget, what="host budget", whole_bytes=free_host_bytes())
@@ -90,7 +89,7 @@ def host_bytes_of(found: PlanningDevice, host_budget: str | int | None) -> int:
 
 
 def beside_state(link: Link | None, graph: Graph, host_bytes: int) -> Link | None:
-    """`link`, with the room that the optimizer's state leaves on the host. Raises UsageError where it leaves none."""
+    """Return `link` less the host bytes of the optimizer's state. Raises UsageError if they do not fit."""
     if not (state := state_on_host(graph)):
         return link
     if state > host_bytes:
@@ -116,7 +115,7 @@ def state_wait_us(graph: Graph, costs: Costs) -> float:
 
 
 def require_offloads(execution: Execution, loop: TrainingLoop | None) -> None:
-    """Raise UsageError where what is kept cannot go to the host."""
+    """Raise UsageError if activations cannot be offloaded."""
     if not execution.runs_offloads:
         raise UsageError(f'nothing is offloaded under `execution="{execution}"`; leave `execution` or `offload` out.')
     if loop is not None and loop.shard is not None:
@@ -124,7 +123,7 @@ def require_offloads(execution: Execution, loop: TrainingLoop | None) -> None:
 
 
 def require_layers(execution: Execution, loop: TrainingLoop | None) -> None:
-    """Raise UsageError where no weights can be on the host."""
+    """Raise UsageError if no weights can be on the host."""
     if not execution.runs_offloads:
         raise UsageError(f'no weights are on the host under `execution="{execution}"`; leave one of them out.')
-    dataclasses.replace(loop or TrainingLoop(), weights_on_host=FEWEST)  # which says what it contradicts
+    dataclasses.replace(loop or TrainingLoop(), weights_on_host=FEWEST)  # raises, naming the contradiction

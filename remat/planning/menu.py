@@ -28,7 +28,7 @@ from remat.planning.study import Study
 def with_alternatives(
     plan: Plan, study: Study, link: Link | None = None, on_row: Callable[[str], None] | None = None
 ) -> Plan:
-    """`plan`, with the menu that it is a row of in `about["alternatives"]`; Ctrl-C leaves rows out.
+    """Add to `plan` the menu of alternatives, in `about["alternatives"]`; Ctrl-C leaves rows out.
 
     link    to the host, where activations may be offloaded
     on_row  called with the options of each row before it is found

@@ -61,7 +61,7 @@ SEVERAL = 2  # micro-batches: from the second on, all are alike
 NOTHING = Solution("exact", "unknown")
 MOST = 1 << 20  # samples in a micro-batch, or steps of a sequence
 
-_UpdateTime = Callable[[Profile, int, tuple[Region, ...]], float]  # of so many micro-batches and the optimizer
+_UpdateTime = Callable[[Profile, int, tuple[Region, ...]], float]  # of a number of micro-batches and the optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +92,10 @@ class BatchCandidate:
     """One way to run the global batch on this budget.
 
     strategy       "none", "every-block", "offload-all" or "exact"
-    time_us        of one optimizer step on a rank; None where it does not fit
+    time_us        of one optimizer step on a rank; None if it does not fit
     regions, gap   of its plan
-    slices         of the loss; 0 where it is whole        fused  whether groups are fused
-    offloaded_bytes  what goes to the host in every micro-batch
+    slices         number of chunks of the loss; 0: whole  fused  whether groups are fused
+    offloaded_bytes  activations that go to the host in every micro-batch
     """
 
     strategy: str
@@ -121,17 +121,17 @@ class BatchCandidate:
 
 
 def samples_that_fit(limit_bytes: int, fixed_bytes: float, bytes_per_sample: float) -> int:
-    """floor((limit - fixed) / per sample), not less than 0: how many samples go beside what is always there."""
+    """Return floor((limit - fixed) / per sample), at least 0: the samples that fit beside fixed bytes."""
     return max(int((limit_bytes - fixed_bytes) // bytes_per_sample), 0)
 
 
 def divisors(count: int) -> list[int]:
-    """The divisors of `count`, the largest first."""
+    """List the divisors of `count`, the largest first."""
     return [size for size in range(count, 0, -1) if count % size == 0]
 
 
 def between(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, where `low` does and `high` does not."""
+    """Return the largest number that fits, if `low` does and `high` does not."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -139,7 +139,7 @@ def between(low: int, high: int, fits: Callable[[int], bool]) -> int:
 
 
 def largest(fits: Callable[[int], bool], most: int = MOST, guess: int = 1) -> int:
-    """The largest number from 1 to `most` that fits, looked for around `guess`, twice as far every time; 0 for none."""
+    """Return the largest number from 1 to `most` that fits, searched in doubling steps from `guess`; 0 for none."""
     known, far = min(max(guess, 1), most), 1
     if fits(known):
         while known + far <= most and fits(known + far):
@@ -151,7 +151,7 @@ def largest(fits: Callable[[int], bool], most: int = MOST, guess: int = 1) -> in
 
 
 def _even_window(micro_batch: int, accumulates: bool) -> Window:
-    """A window of micro-batches of one size."""
+    """Return a window of micro-batches of one size."""
     return Window(micro_batch * (SEVERAL if accumulates else 1), micro_batch)
 
 
@@ -175,9 +175,9 @@ class _Hollow:
 class MicroBatches:
     """One workload under one budget at any micro-batch.
 
-    request  what is wanted; where its execution is not as the evaluator says, plans are replayed at every size
+    request  options of plans; unless its execution runs as evaluated, plans are replayed at every size
     link     to the host's memory, where activations may be offloaded
-    scaled   sizes come from two records where they can, else each from one of its own (Rule 2)
+    scaled   whether sizes come from two records if possible, else each from one of its own (Rule 2)
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class MicroBatches:
     # Steps at any size (Rule 2)
 
     def profile(self, micro_batch: int, accumulates: bool) -> Profile:
-        """The profile of the captured step."""
+        """Return the profile of the captured step."""
         key = (micro_batch, accumulates)
         if key not in self._profiles:
             scaled = self._family_for(micro_batch, accumulates)
@@ -228,7 +228,7 @@ class MicroBatches:
         self._profiles[key] = self.how.price(found)
 
     def study(self, micro_batch: int, accumulates: bool) -> Study:
-        """The step at a size, in all its forms."""
+        """Return the study of the step at a size, in all its forms."""
         key = (micro_batch, accumulates)
         if key not in self._studies:
             if not self.how.runs_as_evaluated and key not in self._steps:
@@ -267,10 +267,10 @@ class MicroBatches:
     # ... in other forms (Rule 4)
 
     def _scaled_in(self, whole: Family, micro_batch: int, accumulates: bool, form: Form) -> Profile:
-        """The profile in a form, from two hollow records; where that cannot be, recorded.
+        """Return the profile in a form from two hollow records, or a full record where these do not suffice.
 
-        Fused groups and MLPs in slices are recorded at each size: what a compiler takes meanwhile, and the number of
-        slices, do not grow in a straight line.
+        Fused groups and chunked MLPs are recorded at each size: a compiler's memory and the number of slices do not
+        grow linearly.
         """
         if form.fused or form.rows:
             return self._recorded_in(micro_batch, accumulates).profile(form)
@@ -325,7 +325,7 @@ class MicroBatches:
         return Recorded(shard(graph, loop), shared.fixed_bytes, tuple(t.untyped_storage().nbytes() for t in tensors))
 
     def recorded(self, micro_batch: int, accumulation: int) -> tuple[Profile, FakeStep]:
-        """The step as it really is at this size."""
+        """Record the step at exactly this size."""
         self.on_try(f"recording micro-batch {micro_batch}")
         loop = dataclasses.replace(self.loop, accumulation=accumulation)
         compiled = self.how.compiler is not None
@@ -335,11 +335,11 @@ class MicroBatches:
         return profile, step
 
     def _link_beside(self, graph: Graph) -> Link | None:
-        """The link, with the room that the optimizer's state leaves on the host."""
+        """Return the link less the host bytes of the optimizer's state."""
         return None if self._link is None else beside_state(self._link, graph, self._link.host_bytes)
 
     def study_of(self, window: Window) -> Study:
-        """The step in a window; with losses whole where slices would multiply by what rounds. (Rule 4)"""
+        """Return the study of a window; losses stay whole where a slice's factor would round. (Rule 4)"""
         found = self.study(*_key(window))
         are_alike = window.last == window.micro_batch and is_power_of_two(window.accumulation)
         return found if are_alike else found.with_losses_whole
@@ -357,7 +357,7 @@ class MicroBatches:
         return [Window(samples, size) for size in sorted(sizes, reverse=True) if size <= max(most, 1)]
 
     def largest(self, at_most: int, *, above: int = 0, in_slices: bool = True) -> int:
-        """The largest micro-batch up to `at_most` that some plan fits, where one of size `above` does; 0 for none."""
+        """Return the largest micro-batch up to `at_most` that some plan fits; `above` is known to fit."""
         if above == at_most or self.feasible(at_most, accumulates=False, in_slices=in_slices):
             return at_most
         return between(above, at_most, lambda size: self.feasible(size, accumulates=True, in_slices=in_slices))
@@ -375,7 +375,7 @@ class MicroBatches:
         return int(problem.memory.curve(()).alive_bytes[: problem.graph.backward_end].max())
 
     def feasible(self, micro_batch: int, *, accumulates: bool, in_slices: bool = True) -> bool:
-        """Whether some plan fits `micro_batch`; without `in_slices`, one that leaves losses and MLPs whole."""
+        """Return whether some plan fits `micro_batch`; without `in_slices`, one that leaves losses and MLPs whole."""
         window, study = _even_window(micro_batch, accumulates), self.study(micro_batch, accumulates)
         problem = study.problem(study.captured, self.budget.limit_bytes)
         if self.how.runs_as_evaluated and problem.memory.peak_without_regions <= self.budget.limit_bytes:
@@ -394,7 +394,7 @@ class MicroBatches:
         return any(study.least(at, self.limits).peak_bytes <= self.budget.limit_bytes for at in forms)
 
     def best(self, window: Window, below_us: float = math.inf) -> BatchCandidate | None:
-        """The best plan at a micro-batch; None where its time cannot be below `below_us`. (Rule 1)"""
+        """Return the best plan at a micro-batch; None if its time cannot be below `below_us`. (Rule 1)"""
         if self._least_time_us(window) >= below_us:
             return None
         self.on_try(f"micro-batch {window.micro_batch}")
@@ -406,11 +406,11 @@ class MicroBatches:
         return self._candidate(window, "exact", found.found, found.gap)
 
     def _least_time_us(self, window: Window) -> float:
-        """The time of an optimizer step in its fastest form, nothing recomputed."""
+        """Return the time of an optimizer step in its fastest form without recomputation."""
         return self._time_us(window, (), Form(fused=self.request.fuses))
 
     def ladder(self, samples: int, windows: list[Window]) -> dict[str, BatchCandidate | None]:
-        """The rungs of the classic ladder; a rung is the largest micro-batch of its kind that fits."""
+        """Return the rungs of the classic ladder: the largest micro-batch of each kind that fits."""
         as_is = Window(samples, samples)
         rungs: dict[str, BatchCandidate | None] = {RUNGS[0]: self._rung(as_is, "none")}
         others = [(RUNGS[1], "none"), (RUNGS[2], "every-block")]
@@ -470,11 +470,11 @@ class MicroBatches:
         return (window.accumulation - 1) * solution.stall_us + last.stall_us
 
     def _time_us(self, window: Window, regions: tuple[Region, ...], form: Form = CAPTURED) -> float:
-        """Time of one optimizer step: what the device needs, or the host."""
+        """Return the time of one optimizer step: the device's or the host's, whichever is longer."""
         return max(self._total_us(window, regions, form, of) for of in (self._device_us, self._host_us))
 
     def _total_us(self, window: Window, regions: tuple[Region, ...], form: Form, update_us: _UpdateTime) -> float:
-        """The full micro-batches, the last one, and the optimizer."""
+        """Add up the full micro-batches, the last one, and the optimizer."""
         full = self._profile_in(*_key(window), form)
         if window.last == window.micro_batch:
             return update_us(full, window.accumulation, regions)
@@ -500,14 +500,14 @@ class MicroBatches:
     # For real
 
     def plan(self, window: Window) -> Plan:
-        """The plan at a micro-batch, recorded at that size, solved and replayed."""
+        """Record the step at a micro-batch, solve it and replay its plan."""
         profile, step = self.recorded(window.micro_batch, window.accumulation)
         self.on_try(f"solving micro-batch {window.micro_batch}")
         link = self._link_beside(profile.graph)
         return plan_study(Study(profile, self.request, step, budget=self.budget, link=link))
 
     def refusal(self, window: Window) -> Infeasible:
-        """Not even one sample at a time fits."""
+        """Return the refusal: not even one sample at a time fits."""
         study = self.study_of(window)
         forms = [study.captured, *(study.forms or ())]
         limit_bytes = self.budget.limit_bytes
@@ -520,7 +520,7 @@ def _key(window: Window) -> tuple[int, bool]:
 
 
 def _in_one_pass(graph: Graph) -> Graph:
-    """`graph`; raises UsageError where a step is of several, of which one was recorded: it tells no times of sizes."""
+    """Return `graph`. Raises UsageError if its step runs several passes, since one was recorded at a fixed size."""
     if PASSES in graph.about:
         raise UsageError(
             f"the step runs {graph.about[PASSES]} mini-batches in its backward, each by itself, and their size is not "

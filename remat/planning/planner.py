@@ -141,7 +141,7 @@ def studied(
     on_progress: Callable[[int, int], None] | None = None,
     **callbacks: Any,
 ) -> Study:
-    """Record the step of `workload` as `request` will run it; the study of it.
+    """Record the step of `workload` as `request` will run it, and return its study.
 
     callbacks  `on_form` and `on_replay` of the Study
 
@@ -158,7 +158,7 @@ def studied(
 def study_of(
     profile: Profile, request: PlanRequest, place: PlanningDevice, step: FakeStep | None = None, **callbacks: Any
 ) -> Study:
-    """`studied`, of a step that is recorded. Without a step to replay, losses are left whole."""
+    """Return the study of a recorded step. Without a step to replay, losses are left whole."""
     loop = TrainingLoop.of(profile.graph.about) if step is None else step.loop
     link = beside_state(request.link(place, loop), profile.graph, request.host_bytes(place))
     budget = request.limit(place, profile.peak_without_checkpointing)
@@ -168,7 +168,7 @@ def study_of(
 
 
 def link_beside(study: Study, place: PlanningDevice) -> Link | None:
-    """The link that activations of a study would go over, None where none can."""
+    """Return the link that activations of a study could use; None if there is none."""
     request = dataclasses.replace(study.request, offload=ACTIVATIONS)
     loop = TrainingLoop.of(study.profile.graph.about)
     try:
@@ -179,7 +179,7 @@ def link_beside(study: Study, place: PlanningDevice) -> Link | None:
 
 
 def plan_study(study: Study) -> Plan:
-    """The plan of a study within its budget. Raises Infeasible, or NoPlanInTime."""
+    """Plan a study within its budget. Raises Infeasible, or NoPlanInTime."""
     budget = study.budget
     assert budget is not None
     with headroom_on_top(budget), losses_left_whole(study):
@@ -220,7 +220,7 @@ def plan_profile(
     on_form: Callable[[Form], None] | None = None,
     **wanted: Unpack[Wanted],
 ) -> Plan:
-    """`plan_study` of a profile; the other arguments are those of a Study and of a `PlanRequest`."""
+    """Plan a profile; the other arguments are those of a Study and of a `PlanRequest`."""
     request = PlanRequest.of(**wanted)
     return plan_study(
         Study(profile, request, step, budget=limit, link=link, space=space, on_replay=on_replay, on_form=on_form)

@@ -31,13 +31,13 @@ from remat.planning.study import Begin, FoundPlan, Refusal, Study
 class BestPlan:
     """The plan to take, with the proof about it.
 
-    peak_bytes  by the replay where the plan was judged, else by the evaluator
+    peak_bytes  by the replay if the plan was judged, else by the evaluator
     bound_us    the least price of any plan of the forms that the proof is about
     gap         (price - bound) / (price - price of the cheapest form without recomputation)
     floor_us    the least price of any plan of any form
-    captured    the best plan of the captured step, where another form is taken and it has one
+    captured    the best plan of the captured step, if another form is taken and it has one
     left        the best plan of another form that saves too little to be taken (Rule 4)
-    cut_short   there was no time to search every form
+    cut_short   whether there was no time to search every form
     """
 
     found: FoundPlan
@@ -72,13 +72,13 @@ def fastest(
     judged: bool = True,
     worth: float | None = None,
 ) -> BestPlan:
-    """The plan of least price within `budget_bytes`.
+    """Find the plan of least price within `budget_bytes`.
 
     limits  `time_s` is for the whole search; by default those of the request
     judged  let the replay judge the plan that is taken
-    worth   in place of that of the request's `FormChoice`
+    worth   replaces that of the request's `FormChoice`
 
-    Raises Infeasible where no form can keep the budget, NoPlanInTime where no plan was found.
+    Raises Infeasible if no form keeps the budget, NoPlanInTime if no plan was found.
     """
     limits = limits or study.request.limits
     if limits.time_s is None:
@@ -90,7 +90,7 @@ def fastest(
 
 
 def _only_captured(study: Study, budget_bytes: int, limits: Limits, *, judged: bool) -> BestPlan:
-    """The plan of a step that has no other form."""
+    """Plan a step that has no other form."""
     at, judge = study.captured, study.judge(study.captured) if judged else None
     if judge is None:
         solution = study.solve(at, budget_bytes, limits)
@@ -140,10 +140,10 @@ class _FormSearch:
     def _searched(
         self, at: StepForm, time_s: float | None, begin: Begin | None = None, below_us: float = math.inf
     ) -> FoundPlan | None:
-        """The plan of a form; None where there is none, or none was found.
+        """Find the plan of a form; None if there is none or none was found.
 
         time_s    None for all the time that is left
-        below_us  recomputation that a plan has to be below to be of use
+        below_us  the plan must recompute for less than this to be useful
         """
         limits = self._limits.left(self._started, 0.5)
         limits = limits if time_s is None else limits.at_most(time_s)
@@ -233,7 +233,7 @@ class _FormSearch:
     # The plan to take
 
     def _settled(self) -> FoundPlan | None:
-        """The plan to take, as the replay accepts it. (Rule 5)"""
+        """Return the plan to take, as the replay accepts it. (Rule 5)"""
         while (best := self._best()) is not None and self._judges and not best.is_judged:
             try:
                 solution = self._study.judged(best.at, self._budget_bytes, best.solution, best.limits)
@@ -243,7 +243,7 @@ class _FormSearch:
             except (Infeasible, NoPlanInTime) as error:
                 self._drop(best, error)
             if best is not self.captured:
-                self._search_captured_again()  # it was asked for too little, if the best plan takes longer as it runs
+                self._search_captured_again()  # its search was too short if the best plan takes longer as it runs
         return best
 
     def _drop(self, found: FoundPlan, error: Refusal) -> None:
@@ -257,7 +257,7 @@ class _FormSearch:
 
     @property
     def _worth_us(self) -> float:
-        """How much another form has to save to be taken. (Rule 4)"""
+        """The time that another form must save to be taken. (Rule 4)"""
         return self._worth * self._study.device_time_us
 
     @property
@@ -277,17 +277,17 @@ class _FormSearch:
         return min(self.others, key=lambda each: each.price_us, default=None)
 
     def _best(self) -> FoundPlan | None:
-        """The plan to take, as far as is known. (Rule 4)"""
+        """Return the best plan known. (Rule 4)"""
         captured, best = self.captured, self._best_other()
         if best is None or captured is None:
             return best or captured
         return captured if captured.price_us - best.price_us < self._worth_us else best
 
-    # What is said of it
+    # Its proof
 
     def _outcome(self, best: FoundPlan) -> BestPlan:
         if self.is_interrupted:
-            self.bounds_us.append(-self._study.device_time_us)  # a form that was not searched still takes some time
+            self.bounds_us.append(-self._study.device_time_us)  # a form that was not searched still has a price
         peak_bytes = self._study.peak_bytes(best)
         floor_us = min([best.price_us, *self.bounds_us, *(each.bound_us for each in self._plans)])
         other, captured, left = self._best_other(), self.captured, None
@@ -309,7 +309,7 @@ class _FormSearch:
                 "look for plans that cut it finer; raise --time-limit."
             )
         late = [error for error in refused if isinstance(error, NoPlanInTime)]
-        return min(late or refused, key=_least_budget)  # refused for good is only what no form can do
+        return min(late or refused, key=_least_budget)  # final only if every form refuses
 
 
 def _least_budget(error: Refusal) -> float:

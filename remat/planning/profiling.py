@@ -28,7 +28,10 @@ from remat.workload.workload import Workload
 def fake_step(
     workload: Workload, place: PlanningDevice, *, loop: TrainingLoop | None = None, compiled: bool = False
 ) -> FakeStep:
-    """The workload's step on fake tensors that pretend to be on `place`; `compiled` where training will compile it."""
+    """Make the workload's step on fake tensors that pretend to be on `place`.
+
+    `compiled` says that training will compile it.
+    """
     device = place.device or torch.device("cpu")
     if not place.substituted:
         return FakeStep(workload, device=device, loop=loop, compiled=compiled)
@@ -90,7 +93,7 @@ def profile(
 def profile_step(
     step: FakeStep, place: PlanningDevice, *, on_progress: Callable[[int, int], None] | None = None
 ) -> Profile:
-    """`profile` of a step that is there already, under the loop and with the chunks that it has now."""
+    """Profile an existing step in its present training loop and form."""
     found = record(step, alignment_bytes=place.target.alignment_bytes)
     whole, costs = _costed(found, place, on_progress=on_progress)
     whole = with_untraced(whole, step, costs, place.target, place.device)
@@ -98,9 +101,9 @@ def profile_step(
 
 
 class VariantProfiles:
-    """`profile_step` in other forms than that of `untouched`: what people run who have no plan stays.
+    """Profiles of a step in other forms; the memory of the step without a plan stays that of `untouched`.
 
-    Of forms that differ in slices alone, one is recorded.
+    Of forms that differ only in their number of slices, one is recorded.
     """
 
     def __init__(self, step: FakeStep, place: PlanningDevice, untouched: Profile):
@@ -112,10 +115,10 @@ class VariantProfiles:
             first_step_bytes=known.first_step_bytes - libraries_bytes,
             untraced_bytes=known.untraced_bytes - libraries_bytes,
         )
-        self._records: dict[Form, Resliced] = {}  # by what forms have in common
+        self._records: dict[Form, Resliced] = {}  # by the common part of forms
 
     def profile(self, form: Form) -> Profile:
-        """The profile of the step in `form`."""
+        """Return the profile of the step in `form`."""
         known, alignment_bytes = self._known, self._place.target.alignment_bytes
         alike = form.in_one_slice
         if alike not in self._records:

@@ -16,11 +16,11 @@ from remat.formulation.solution import Limits, Solution
 from remat.solvers.least_peak import LeastPeak
 from remat.units import gib
 
-ENDED = 0.4  # of the time: a solver that took less ended by itself, for it is given half of it at least
+ENDED = 0.4  # of the time: a solver that took less ended by itself, since it gets at least half of it
 
 
 def infeasible(problem: Problem, least: LeastPeak) -> Infeasible:
-    """The refusal, with the least budget that would do and what takes it."""
+    """Return the refusal with the least sufficient budget and its breakdown."""
     memory = problem.memory.offloading(problem.with_budget(0).offloads_of(least.regions))
     parts = at_peak(memory, least.regions)
     curve = memory.curve(least.regions)
@@ -40,7 +40,7 @@ def not_found(
 ) -> NoPlanInTime:
     """Make the error of a search that has neither a plan nor a proof that there is none.
 
-    enough_bytes  what a plan is known to keep        option  by which more time is given
+    enough_bytes  a budget that is known to suffice        option  the option that gives more time
     """
     advice = _outside(problem.graph).rstrip()
     said = f"no plan within {gib(problem.budget_bytes)} was found in {found.wall_s:.0f} s"
@@ -79,7 +79,7 @@ def _outside(graph: Graph) -> str:
 
 
 def _least(least: LeastPeak, budget_bytes: int) -> str:
-    """The least peak; where it is not proved to be one, what is known of it."""
+    """Describe the least peak, or its known range if it is not proved."""
     if gib(least.bound_bytes) == gib(least.peak_bytes):
         return f" {gib(least.peak_bytes)}"
     proved = f"no plan stays below {gib(least.bound_bytes)}, and " if least.bound_bytes > budget_bytes else ""
@@ -98,7 +98,7 @@ def _of_forwards(graph: Graph) -> str:
 
 
 def where(graph: Graph, op: int) -> str:
-    """An operator for a person: the node that it belongs to, and the phase."""
+    """Describe an operator: its node and phase."""
     if op >= graph.backward_end:
         return "the optimizer step"
     node, phase = graph.nodes[graph.op_node[op]], "forward" if op < graph.forward_end else "backward"

@@ -66,7 +66,7 @@ class FormChoice:
 
     @classmethod
     def default(cls) -> FormChoice:
-        """The choice of a request that says nothing of it."""
+        """Return the default choice."""
         return cls()
 
 
@@ -97,23 +97,23 @@ class Wanted(TypedDict, total=False):
 class PlanRequest:
     """The options of a plan that do not depend on the step.
 
-    budget, headroom  see `parse_budget`; None where the caller tries budgets itself
+    budget, headroom  see `parse_budget`; None if the caller tries budgets itself
     execution    how the step will run: "eager"; "modules" for regions that are whole modules, as FSDP2 needs them;
                  "inductor" or "aot_eager" for a step that is compiled on this machine
-    depth        how deep regions may nest, by default as deep as they may; 1 for an eager plan that `torch.compile` can
+    depth        maximum nesting of regions, by default the execution's; 1 for an eager plan that `torch.compile` can
                  keep, which leaves losses whole
-    numerics     what a plan may change in the numbers. "bitwise": nothing; losses and MLPs stay whole.
+    numerics     allowed changes of numbers. "bitwise": nothing; losses and MLPs stay whole.
                  "sums": losses and MLPs may run in slices; gradients of weights in them are summed in another order.
                  "rounding": groups of pointwise and reducing nodes are compiled by themselves too (`fusion/`), which
                  round elsewhere, nearer to float64
-    offload      "activations", "optimizer", "weights", or two with a comma between: what may be on the host. The
+    offload      "activations", "optimizer", "weights", or two of them with a comma, which may be on the host. The
                  training script calls `remat.offload_optimizer` or `remat.offload_weights` for the last two
-    host_budget  host memory for it, in bytes or as "64GiB"; by default half of what this host has free, or as much as
-                 the device has for a target elsewhere
+    host_budget  host memory for it, in bytes or as "64GiB"; by default half of this host's free memory, or as much as
+                 the device's memory for a target elsewhere
     allocator    settings of PYTORCH_CUDA_ALLOC_CONF to predict for; those of the environment by default
-    limits       of the search; its `clock` says how long each part may take
+    limits       of the search; its `clock` limits each part
     solver       any function of `remat.solvers`; the exact one by default
-    forms        which forms of the step are tried
+    forms        the forms of the step to try
     """
 
     budget: str | int | None = None
@@ -130,7 +130,7 @@ class PlanRequest:
 
     @property
     def how(self) -> Execution:
-        """The execution; raises UsageError where there is none of that name."""
+        """The execution. Raises UsageError if the name is unknown."""
         return executions.load(self.execution)
 
     @property
@@ -139,7 +139,7 @@ class PlanRequest:
 
     @property
     def cuts(self) -> bool:
-        """Whether losses and MLPs may run in slices. With depth 1 they may not: `torch.compile` runs no slices."""
+        """Whether losses and MLPs may be chunked. Not at depth 1: `torch.compile` runs no slices."""
         return self.numerics != BITWISE and self.depth != 1
 
     @property
@@ -153,12 +153,13 @@ class PlanRequest:
         return WEIGHTS in offloads_named(self.offload)
 
     def loop(self, own: TrainingLoop | None) -> TrainingLoop | None:
-        """The training loop `own`, with the optimizer's state where `offload` says."""
+        """Return the training loop `own` with the optimizer's state where `offload` says."""
         return loop_with(own, self.offload)
 
     def require(self, place: PlanningDevice, loop: TrainingLoop | None, *, has_model: bool = True) -> None:
-        """Raise UsageError for options that a step on `place` in `loop`, which `self.loop` gave, cannot have.
+        """Raise UsageError for options that a step on `place` in `loop` cannot have.
 
+        loop       as `self.loop` returned it
         has_model  whether there is a model, not a profile alone
         """
         self.how.require(place if has_model else None, loop)
@@ -177,10 +178,10 @@ class PlanRequest:
             require_fusible(how, loop, has_model=has_model)
 
     def limit(self, place: PlanningDevice, step_bytes: int | None = None) -> Budget | None:
-        """The budget in bytes on `place`, None where the request has none. Raises UsageError.
+        """Return the budget in bytes on `place`; None if the request has none. Raises UsageError.
 
-        step_bytes  peak of the step without checkpointing, once it is recorded; before, a share of the step is checked
-                    and read as a share of the device
+        step_bytes  peak of the step without checkpointing; before it is recorded, a share of the step is read as a
+                    share of the device, which checks it
         """
         if self.budget is None:
             return None
@@ -191,17 +192,17 @@ class PlanRequest:
         return parse_budget(self.budget, self.headroom, target.memory_bytes, simulated, of_step)
 
     def link(self, place: PlanningDevice, loop: TrainingLoop | None) -> Link | None:
-        """The link that activations go over, None where none do. Raises UsageError."""
+        """Return the link for activations; None if none are offloaded. Raises UsageError."""
         has_state = loop is not None and loop.offload_optimizer
         return link_of(place, self.offload, self.host_budget, has_state=has_state)
 
     def host_bytes(self, place: PlanningDevice) -> int:
-        """Host memory that may be taken on `place`."""
+        """Return the host memory that may be used on `place`."""
         return host_bytes_of(place, self.host_budget)
 
     @classmethod
     def of(cls, **wanted: Unpack[Wanted]) -> PlanRequest:
-        """A request from keywords."""
+        """Make a request from keywords."""
         time_limit, limits = wanted.pop("time_limit", None), wanted.pop("limits", None) or Limits()
         if time_limit is not None:
             limits = dataclasses.replace(limits, time_s=time_limit)
@@ -216,7 +217,7 @@ class PlanRequest:
 def numerics_of(numerics: str | None, *, exact: bool = False, fuse: bool = False) -> Numerics:
     """Return the numerics asked for, by name or by the older flags `exact` and `fuse`.
 
-    Raises UsageError where they contradict each other, and for an unknown name.
+    Raises UsageError if they contradict each other, and for an unknown name.
     """
     if exact and fuse:
         raise UsageError("`fuse=True` and `exact=True` exclude each other: fused kernels round differently.")

@@ -44,7 +44,7 @@ class Judge:
         self._peaks: dict[tuple[tuple[Region, ...], tuple[Offload, ...]], int] = {}
 
     def peak(self, problem: Problem, regions: tuple[Region, ...], offloads: tuple[Offload, ...] = ()) -> int:
-        """Peak bytes of the step as it runs under `regions` and `offloads`, a plan of a space of `problem`."""
+        """Return the peak bytes of the step as it runs under a plan."""
         key = regions, offloads
         if key not in self._peaks:
             if self.on_replay is not None:
@@ -53,7 +53,10 @@ class Judge:
         return self._peaks[key]
 
     def _replayed(self, problem: Problem, regions: tuple[Region, ...], offloads: tuple[Offload, ...]) -> int:
-        """A replay has every state whole. Of one rank's share it says where the evaluator is off, and by how much."""
+        """Replay the plan, and return the peak of one rank.
+
+        A replay holds whole states. For one rank, its excess over the evaluator is added to the rank's share.
+        """
         profile = self.profile
         with self.step.in_form(form_of(problem.graph.about)):
             alive = self.execution.replay(
@@ -71,9 +74,9 @@ class Judge:
 
 
 def share_of_peak(alive: np.ndarray, whole: Curve, share: Curve) -> int:
-    """Peak of one rank: its `share`, charged at every operator with what a replay has above the evaluator's `whole`.
+    """Return the peak of one rank: its `share` plus the replay's excess over `whole` at every operator.
 
-    alive  bytes at every operator of the replay. Where it ran other operators, the excess at the peak counts throughout
+    alive  bytes at every operator of the replay. If it ran other operators, the excess at the peak applies throughout
     """
     seen = share.alive_bytes[share.executed]
     if not len(alive) == len(seen) == whole.executed.sum():
@@ -93,14 +96,14 @@ def search(
 ) -> Solution:
     """Search with `solve` for a plan of `problem` that keeps its budget as it runs; without `judge` as evaluated.
 
-    may_need_none  take the plan of no regions where it keeps the budget: nothing is better
-    limits         of the whole search; where more than one plan may have to be tried, each gets half of what is left
+    may_need_none  take the plan of no regions if it keeps the budget: nothing is better
+    limits         of the whole search; if several plans may have to be tried, each gets half of the remaining time
 
-    Where plans were found and none of them keeps the budget, the status is "unknown", with the one that needs least
-    and its `replayed_bytes`. A bound is that of the budget asked for: it holds for what is found under smaller ones,
-    whose plans are among those of the larger.
+    If plans were found and none of them keeps the budget, the status is "unknown", with the plan of least peak and its
+    `replayed_bytes`. The bound is that of the requested budget: it holds under smaller budgets too, whose plans are
+    among those of the larger one.
     """
-    if judge is not None:  # what is of no use was said of plans that nobody replayed
+    if judge is not None:  # `below_us` was meant for plans that are not replayed
         limits = dataclasses.replace(limits, below_us=math.inf)
     started, share = time.monotonic(), 1.0 if execution.runs_as_evaluated or judge is None else 0.5
     least_bytes = functools.cache(lambda: least_peak(problem, limits.left(started, share)).peak_bytes)
@@ -143,9 +146,9 @@ def search(
 
 
 def as_it_runs(problem: Problem, found: Solution, judge: Judge) -> Solution:
-    """`found` with its `replayed_bytes`."""
+    """Set `replayed_bytes` of `found`."""
     peak = judge.peak(problem, found.regions, found.offloads)
-    # What is fetched between two operators, while saved nodes are handed out, no replay sees.
+    # A replay does not see fetches between two operators, while saved values are returned.
     peak = max(peak, _evaluated(problem, found)) if found.offloads else peak
     return dataclasses.replace(found, replayed_bytes=peak)
 
@@ -155,7 +158,7 @@ def _evaluated(problem: Problem, found: Solution) -> int:
 
 
 def _least_as_it_runs(problem: Problem, judge: Judge | None, limits: Limits) -> int:
-    """The peak of the plan that needs least."""
+    """Return the peak of the plan with the least peak."""
     least = least_peak(problem, limits)
     return least.peak_bytes if judge is None else judge.peak(problem, least.regions)
 
@@ -163,9 +166,9 @@ def _least_as_it_runs(problem: Problem, judge: Judge | None, limits: Limits) -> 
 def solve_within(
     problem: Problem, execution: Execution, solver: Solver, judge: Judge | None, limits: Limits
 ) -> Solution:
-    """`search`, by a solver that is exact.
+    """Search with an exact solver.
 
-    Raises Infeasible where no plan keeps the budget that was asked for, NoPlanInTime where none was found.
+    Raises Infeasible if no plan keeps the requested budget, NoPlanInTime if none was found.
     """
     found = search(problem, execution, solver, judge, limits, may_need_none=True)
     if found.fits:

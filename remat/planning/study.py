@@ -77,13 +77,13 @@ class _Known:
 class Study:
     """A step, its forms, and the solutions found so far.
 
-    profile     of the captured step                  step   to record other forms of, and to replay plans on
-    budget      of the request, in bytes; None where the caller tries budgets itself
+    profile     of the captured step                  step   records other forms, and replays plans
+    budget      of the request, in bytes; None if the caller tries budgets itself
     link        to the host's memory, where activations may be offloaded
     space       of plans for the captured step, by default the execution's
-    replays     whether plans are replayed where there is a step
-    profile_in  the profile of the step in a form; by default that of `step`, recorded
-    cuts        whether losses and MLPs may run in slices, where the request allows it
+    replays     whether plans are replayed if there is a step
+    profile_in  returns the profile of the step in a form; by default `step` is recorded
+    cuts        whether losses and MLPs may be chunked, if the request allows it
     on_form     called with a form before it is recorded or searched again
     on_replay   see `search.Judge`
     """
@@ -116,14 +116,14 @@ class Study:
         self._space, self._replays, self._on_replay = space, replays, on_replay
         self._profile_in, self._may_cut = profile_in, cuts
         self.forms = self._forms()
-        self._linked: Study | None = None  # the study that this one is without the link of
+        self._linked: Study | None = None  # the same study with its link
         self._posed: dict[StepForm, Problem] = {}
         self._known: dict[StepForm, list[_Known]] = {}
         self._judges: dict[StepForm, Judge] = {}
         self._least: dict[StepForm, LeastPeak] = {}
 
     def _forms(self) -> StepForms | None:
-        """The forms that the request allows beside the captured one."""
+        """Return the forms that the request allows beside the captured one."""
         cuts, fuse = self._may_cut and self.request.cuts, self.request.fuses
         if self.step is None or not (cuts or fuse):
             return None
@@ -140,7 +140,7 @@ class Study:
 
     @property
     def has_forms(self) -> bool:
-        """Whether the step may run otherwise than captured."""
+        """Whether the step may run in another form than captured."""
         return self.forms is not None and self.forms.are_any
 
     @property
@@ -150,25 +150,25 @@ class Study:
 
     @property
     def step_time_us(self) -> float:
-        """Time of the captured step, without checkpointing: the device's, or the host's where that is longer."""
+        """Time of the captured step without checkpointing: the device's or the host's, whichever is longer."""
         return max(self.device_time_us, self.host_time_us(self.captured))
 
     def host_time_us(self, at: StepForm, regions: Sequence[Region] = (), micro_batches: int = 1) -> float:
-        """Time to launch a form's kernels from Python; 0 where it is not known, and where a compiler launches them."""
+        """Return the time to launch a form's kernels from Python; 0 if unknown, or if a compiler launches them."""
         if not self.how.launches:
             return 0.0
         return at.profile.host_time_us(self.problem(at, 0).memory, regions, micro_batches)
 
     def within(self, budget: Budget) -> Study:
-        """The same study, and the same memory, under another budget."""
+        """Return the study under another budget; both share the plans they know."""
         other = copy.copy(self)
         other.budget = budget
         return other
 
     def allowing(self, numerics: Numerics) -> Study:
-        """The same study, and the same memory, where a plan may change other things in the numbers.
+        """Return the study with other `numerics`; both share the plans they know.
 
-        Raises UsageError if the step cannot have it.
+        Raises UsageError if the step does not support them.
         """
         if numerics == self.request.numerics:
             return self
@@ -179,7 +179,7 @@ class Study:
         return other
 
     def over(self, link: Link | None) -> Study:
-        """The same step with another link, and without a memory of plans: it allows other plans."""
+        """Return the study with another link, and without known plans, since other plans are allowed."""
         if link is None:
             return self.without_link
         other = copy.copy(self)
@@ -206,7 +206,7 @@ class Study:
         return other
 
     def problem(self, at: StepForm, budget_bytes: int) -> Problem:
-        """The problem of the step in a form, posed once."""
+        """Return the problem of the step in a form, posed once."""
         if self._linked is not None:
             return self._linked.problem(at, budget_bytes).without_link()
         if at not in self._posed:
@@ -217,14 +217,14 @@ class Study:
         return self._posed[at].with_budget(budget_bytes)
 
     def without_checkpointing(self, budget_bytes: int, *, judged: bool) -> dict[str, Any]:
-        """Peak and time of the step without a plan, compiled where the execution compiles."""
+        """Return peak and time of the step without a plan, compiled where the execution compiles."""
         problem = self.problem(self.captured, budget_bytes)
         judge = self.judge(self.captured) if judged else None
         peak_bytes = self.how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
         return {"peak_bytes": peak_bytes, "step_time_us": self.step_time_us}
 
     def peak_bytes(self, found: FoundPlan) -> int:
-        """Peak of a plan, by the replay where it was replayed, else by the evaluator."""
+        """Return the peak of a plan: the replay's if it was replayed, else the evaluator's."""
         solution = found.solution
         if solution.replayed_bytes is not None:
             return solution.replayed_bytes
@@ -232,7 +232,7 @@ class Study:
         return memory.curve(solution.regions).peak_bytes
 
     def judge(self, at: StepForm) -> Judge | None:
-        """The replay of plans for the step in a form; None where there is nothing to replay."""
+        """Return the judge of plans for a form; None if there is nothing to replay."""
         if self.step is None or not self._replays:
             return None
         if at not in self._judges:
@@ -240,7 +240,7 @@ class Study:
         return self._judges[at]
 
     def least(self, at: StepForm, limits: Limits) -> LeastPeak:
-        """The least peak of the step in a form, see `solvers.least_peak`; found once, and its plan is remembered."""
+        """Find the least peak of the step in a form once (`solvers.least_peak`), and remember its plan."""
         known = self._least.get(at)
         if known is None or not known.proved:
             self._least[at] = least_peak(self.problem(at, 0), limits)
@@ -248,11 +248,11 @@ class Study:
         return self._least[at]
 
     def least_known_bytes(self, at: StepForm) -> int:
-        """The least peak of the plans that are known of a form."""
+        """Return the least peak of the plans that are known of a form."""
         return min(each.peak_bytes for each in self._known[at])
 
     def know_plan(self, at: StepForm, regions: tuple[Region, ...]) -> None:
-        """Remember a plan, of which nothing is proved; with all that the link carries."""
+        """Remember a plan without a proof, offloading all that the link carries."""
         problem = self.problem(at, 0)
         peak_bytes = problem.curve(regions).peak_bytes
         problem = problem.with_budget(peak_bytes)
@@ -262,7 +262,7 @@ class Study:
     def solve(
         self, at: StepForm, budget_bytes: int, limits: Limits, begin: Begin | None = None, solver: Solver | None = None
     ) -> Solution:
-        """The best plan of the step in a form within `budget_bytes`, as the evaluator sees it.
+        """Solve the step in a form within `budget_bytes`, by the evaluator.
 
         begin  a plan of another form to begin from
 
@@ -285,14 +285,14 @@ class Study:
             raise self._refusal(at, problem, found, limits)
         elif found.status == "infeasible":
             raise RematError(f"solver {found.solver} claims that no plan keeps {budget_bytes} bytes, but one does.")
-        else:  # of a search that ended without a plan the bound stands
+        else:  # the bound of a search without a plan holds
             self.remember(at, budget_bytes, dataclasses.replace(best, bound_us=max(found.bound_us, best.bound_us)))
         merged = self.best_known(at, budget_bytes)
         assert merged is not None
         return dataclasses.replace(merged, interrupted=found.interrupted, wall_s=found.wall_s)
 
     def judged(self, at: StepForm, budget_bytes: int, solution: Solution, limits: Limits) -> Solution:
-        """`solution`, or another that keeps the budget as it runs. Raises Infeasible, or NoPlanInTime."""
+        """Return `solution`, or another plan, that keeps the budget as it runs. Raises Infeasible, or NoPlanInTime."""
         judge, problem = self.judge(at), self.problem(at, budget_bytes)
         if judge is None:
             return solution
@@ -302,7 +302,7 @@ class Study:
         return solve_within(problem, self.how, self.request.solve, judge, dataclasses.replace(limits, start=None))
 
     def best_known(self, at: StepForm, budget_bytes: int) -> Solution | None:
-        """The best plan known to keep a budget, with the best bound known of it; None where no plan is known."""
+        """Return the best known plan within a budget, with the best known bound; None if no plan is known."""
         known = self._known.get(at, [])
         fitting = [each.solution for each in known if each.peak_bytes <= budget_bytes]
         if not fitting:
@@ -312,7 +312,7 @@ class Study:
         return dataclasses.replace(best, status="optimal") if best.gap <= Limits().gap else best
 
     def bound_us(self, at: StepForm, budget_bytes: int) -> float:
-        """Recomputation that every plan of a form within `budget_bytes` is known to need: a bound holds for less."""
+        """Return the recompute time that every plan within `budget_bytes` needs; bounds of larger budgets hold too."""
         bounds = (each.solution.bound_us for each in self._known.get(at, ()) if each.budget_bytes >= budget_bytes)
         return max(bounds, default=0.0)
 
@@ -329,14 +329,14 @@ class Study:
         return not_found(problem, found, limits, enough, "time_limit=")
 
     def remember(self, at: StepForm, budget_bytes: int, found: Solution) -> None:
-        """Take note of a plan that keeps `budget_bytes`, and of its bound, which holds for plans that do."""
+        """Remember a plan that keeps `budget_bytes`, and its bound, which holds for all such plans."""
         if found.solver in (NONE_NEEDED, TRACING_ALONE):
-            return  # each budget says for itself whether a plan is needed
+            return  # whether a plan is needed depends on each budget
         peak_bytes = self.problem(at, budget_bytes).memory.offloading(found.offloads).curve(found.regions).peak_bytes
         self._known.setdefault(at, []).append(_Known(budget_bytes, found, peak_bytes))
 
     def _transferred(self, begin: Begin | None, problem: Problem) -> tuple[Region, ...] | None:
-        """A plan of another form as one of this form; None where it has none."""
+        """Translate a plan of another form into this form; None if that is impossible."""
         if begin is None:
             return None
         other, solution = begin

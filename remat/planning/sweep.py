@@ -64,13 +64,13 @@ CURVE = "exact"  # the strategy whose plans are the curve
 class CurvePoint:
     """The plan of one strategy under one budget.
 
-    step_time_us   of the device: where the host takes longer, a plan has the time that both need
-    recompute_time_us, form_time_us  what it adds to the step: recomputation, and what the form takes longer than the
-                   captured step (negative where fusing makes it faster); `overhead` is their share of the step
-    bound_us, gap  what is proved of both together; None for heuristics
-    host_bytes     of activations on the host between forward and backward
-    form, slices   in which the step runs, for a person; into how many slices losses are cut, 0 where they are whole
-    rows           into how many slices MLPs are cut
+    step_time_us   time of the device, even if the host takes longer
+    recompute_time_us, form_time_us  time that recomputation and the form add to the captured step (the form's is
+                   negative if fusing makes it faster); `overhead` is their share of the step
+    bound_us, gap  proved for both times together; None for heuristics
+    host_bytes     activations on the host between forward and backward
+    form, slices   name of the form, for a person; number of chunks of losses, 0 if they are whole
+    rows           number of chunks of MLPs
     """
 
     strategy: str
@@ -127,7 +127,7 @@ class Sweep(Heading):
         ]
 
     def by_strategy(self) -> dict[str, list[CurvePoint]]:
-        """The points of every other strategy that has any."""
+        """Group the points of the other strategies by strategy."""
         found: dict[str, list[CurvePoint]] = {}
         for point in self.others:
             found.setdefault(point.strategy, []).append(point)
@@ -190,13 +190,13 @@ def sweep(
 def sweep_study(
     study: Study, *, points: int = 20, strategies: Sequence[str] | None = None, on_point: OnPoint | None = None
 ) -> Sweep:
-    """Trace the curve of a study, and what other strategies reach under the same budgets.
+    """Trace the curve of a study, and the plans of other strategies under the same budgets.
 
-    Beside the strategies there are those of `comparison.py` without a means (`LOSS_WHOLE`, `UNFUSED`, `KEPT`) and of
-    people without a planner (`LIGER_LIKE`, `FUSE_ONLY`).
+    Beside the strategies there are the rows of `comparison.py` without one of the means (`LOSS_WHOLE`, `UNFUSED`,
+    `KEPT`), and of steps that people run without a planner (`LIGER_LIKE`, `FUSE_ONLY`).
 
     strategies  names in `solvers.STRATEGIES`, by default the heuristics
-    on_point    called before each solution with its strategy, its number from 1, and how many there may be
+    on_point    called before each solution with its strategy, its number from 1, and the maximum number
 
     Raises UsageError for an unknown strategy.
     """
@@ -235,7 +235,7 @@ def sweep_study(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Solved:
-    """A strategy's plan under a budget, the peak of that plan, and what is proved.
+    """A strategy's plan under a budget, the peak of that plan, and its proved bound.
 
     bound_us  the least that any plan in the strategy's space adds to the captured step
     """
@@ -256,7 +256,7 @@ class _Solved:
         return self.found.price_us
 
     def at(self, budget_bytes: int, wall_s: float) -> _Solved:
-        """The same plan under another budget, of which it proves nothing."""
+        """Return the same plan under another budget, without a proof."""
         solution = dataclasses.replace(self.solution, status="feasible", wall_s=wall_s)
         found = dataclasses.replace(self.found, solution=solution)
         return dataclasses.replace(self, budget_bytes=budget_bytes, found=found, bound_us=-math.inf)
@@ -267,14 +267,14 @@ class _Solved:
 
 
 class _Trace:
-    """A step under many budgets, and what is found so far.
+    """A step under many budgets, and the plans found so far.
 
     forms  that it may run in, the captured one first        curve  by rising budget
     """
 
     def __init__(self, study: Study, on_point: OnPoint):
         self._study, self._on_point = study, on_point
-        clock = dataclasses.replace(study.request.limits.clock, first_s=math.inf)  # each search has all of a point's
+        clock = dataclasses.replace(study.request.limits.clock, first_s=math.inf)  # a search has all the time
         self._limits = dataclasses.replace(study.request.limits, clock=clock)
         self.forms: list[StepForm] = [study.captured]
         self.curve: list[_Solved] = []
@@ -285,10 +285,10 @@ class _Trace:
         self.forms += [*forms, *forms.with_rows()] if forms is not None else []
 
     def _least_bytes(self, at: StepForm) -> int:
-        """The least budget that is known to do."""
+        """Return the least budget that is known to suffice."""
         least = self._study.least(at, self._limits)
         if least.bound_bytes < (1 - self._limits.gap) * least.peak_bytes:
-            # It ran out of time, and a heuristic may know better: each shows the plan that comes nearest to 0 bytes.
+            # It ran out of time, and a heuristic may be better: each returns the plan that comes nearest to 0 bytes.
             problem = self._study.problem(at, 0)
             for name in HEURISTICS:
                 self._study.know_plan(at, solve(problem, name, self._limits).regions)
@@ -313,7 +313,7 @@ class _Trace:
             raise KeyboardInterrupt
 
     def _least_priced(self, study: Study, name: str, budget: int) -> _Solved:
-        """The plan of the form of least price, with what is proved of all forms. (Rule 5)"""
+        """Find the plan of least price among all forms, with the proof for all forms. (Rule 5)"""
         outcome = fastest(study, budget, self._limits, judged=False, worth=0.0)
         solution = dataclasses.replace(outcome.solution, interrupted=outcome.interrupted)
         found = dataclasses.replace(outcome.found, solution=solution)
@@ -360,7 +360,7 @@ class _Trace:
         return problem.memory.recompute_time_us(regions, problem.liveness.op_time_ns / NS)
 
     def find_others(self, name: str) -> None:
-        """The distinct plans of a strategy under the budgets of the curve. (Rule 3)"""
+        """Find the distinct plans of a strategy under the budgets of the curve. (Rule 3)"""
         as_it_is = self._study.problem(self._study.captured, 0).memory.peak_without_checkpointing
         peak, place = as_it_is + 1, len(self.others)
         budgets = sorted({*(solved.budget_bytes for solved in self.curve), as_it_is})
@@ -391,7 +391,7 @@ class _Trace:
         return self._solved(name, budget, FoundPlan(at, trivial or solve(problem, name, self._limits), self._limits))
 
     def replayed(self, found: Iterable[_Solved]) -> list[_Solved]:
-        """`found`, each under the least budget that it keeps as it runs."""
+        """Replay `found`, and give each plan the least budget that it keeps."""
         found, study = list(found), self._study
         peaks = []
         for solved in found:
@@ -455,7 +455,7 @@ class _Trace:
 
 
 def _largest_gap(curve: Sequence[_Solved]) -> int | None:
-    """The budget in the middle of where least is known, None where all is. (Rule 4)"""
+    """Return the budget in the middle of the least known range of the curve; None if all is known. (Rule 4)"""
 
     def area(pair: tuple[_Solved, _Solved]) -> float:
         left, right = pair
@@ -476,7 +476,7 @@ def _falling(curve: Sequence[_Solved]) -> list[_Solved]:
 
 
 def _monotone(curve: Sequence[_Solved]) -> list[_Solved]:
-    """The curve, each point with the best plan of its own budget and all smaller ones. (Rule 1)"""
+    """Give each point of the curve the best plan of its own and all smaller budgets. (Rule 1)"""
     found: list[_Solved] = []
     for solved in curve:
         if found and found[-1].price_us < solved.price_us:
@@ -486,7 +486,7 @@ def _monotone(curve: Sequence[_Solved]) -> list[_Solved]:
 
 
 def _with_bounds(curve: Sequence[_Solved]) -> list[_Solved]:
-    """The curve, each point with the best bound of its own budget and all larger ones. (Rule 2)"""
+    """Give each point of the curve the best bound of its own and all larger budgets. (Rule 2)"""
     bound_us, found = -math.inf, []
     for solved in reversed(curve):
         bound_us = max(bound_us, solved.bound_us)

@@ -22,7 +22,7 @@ from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Offload, Region
 from remat.reservation.fragmentation import Footprint, assumed_settings, footprints
 
-POINTS = 4000  # that a picture can show; where there are more operators, the highest of neighbours stays
+POINTS = 4000  # in a picture; with more operators, the highest of neighbours are shown
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class StepTimeline:
     time_us      when each operator begins                       parts  category -> bytes at each moment
     op           the recorded operator at each moment
     phases       name -> (begin, end) in microseconds            peak_bytes, peak_us  the highest moment
-    allocator    what the caching allocator makes of it, as in `Estimate`
+    allocator    footprints in the caching allocator, as in `Estimate`
     recomputing  whether each moment is part of a recomputation  measured  (time_us, bytes) on the device at hand
     """
 
@@ -82,9 +82,9 @@ def timeline(
     offloads: Sequence[Offload] = (),
     points: int | None = None,
 ) -> StepTimeline:
-    """The step of `profile` under a plan, over the time of its operators; `allocator` as for `estimate`.
+    """Compute the bytes alive over the time of the operators under a plan; `allocator` as for `estimate`.
 
-    points  moments at most, `POINTS` by default
+    points  maximum number of moments, `POINTS` by default
     """
     graph, costs = profile.graph, profile.costs
     settings = assumed_settings(profile.target, allocator)
@@ -119,7 +119,7 @@ def timeline(
 
 
 def _highest(sizes: np.ndarray, points: int) -> np.ndarray:
-    """Positions to show: all, or of every so many neighbours the highest."""
+    """List the positions to show: all, or the highest of each group of neighbours."""
     if len(sizes) <= points:
         return np.arange(len(sizes))
     borders = np.linspace(0, len(sizes), points + 1).astype(np.int64)[:-1]
@@ -136,7 +136,7 @@ def save_snapshot(profile: Profile, regions: Sequence[Region], path: Path, offlo
 
 
 def _trace(graph: Graph, memory: Memory, regions: Sequence[Region]) -> list[dict[str, Any]]:
-    """Allocations and releases in the order of time; what was there before comes first and stays."""
+    """List allocations and releases by time; tensors from before the step come first and stay."""
     lives = memory.lives(regions)
     address, trace = 1 << 20, []
     for name, size in graph.fixed_bytes.items():

@@ -25,10 +25,10 @@ from remat.workload.target import Target
 def with_untraced(
     graph: Graph, step: FakeStep, costs: Costs, target: Target, device: torch.device | None = None
 ) -> Graph:
-    """`graph` with `untraced_bytes`; without them, and the reason in `about`, where fake tensors do not bear it.
+    """Add `untraced_bytes` to `graph`, or to `about` the reason why fake tensors cannot give them.
 
-    step    the step that `graph` is the record of, in its steady state
-    costs   of the graph: kernels' own bytes. Those of other kernels are measured on `device`, or computed for `target`
+    step    the step that `graph` records, in its steady state
+    costs   of the graph, with its kernels' workspaces; others are measured on `device`, or computed for `target`
     """
     try:
         tracked = track_untraced(step, (), alignment_bytes=target.alignment_bytes)

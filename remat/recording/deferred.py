@@ -28,28 +28,29 @@ Run = Callable[[], Any]
 
 
 class _BackwardReached(Exception):
-    """The pass that is recorded has run its forwards, and asks for its backward."""
+    """The recorded pass has run its forwards, and calls its backward."""
 
 
 class Deferred:
     """The passes of a step that runs its forwards in its backward.
 
-    count   how many there are             largest  the number of the one that is recorded; None: not known yet
-    padded  whether any was given padding
+    count    number of passes
+    largest  number of the pass that is recorded; None: not known yet
+    padded   whether any pass was given padding
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
         self._parameters = parameters
         self.count, self.padded = 0, False
         self.largest: int | None = None
-        self._shapes: dict[Any, _Shapes | None] = {}  # of outputs, by what a forward is given
+        self._shapes: dict[Any, _Shapes | None] = {}  # of outputs, by the arguments of a forward
         self._elements: list[int] = []  # of each pass
-        self._here = self._waiting = 0  # the pass at hand, and what its forwards were given so far
-        self._reached: _BackwardReached | None = None  # it holds on to all that the interrupted backward holds on to
+        self._here = self._waiting = 0  # the present pass, and the elements that its forwards were given so far
+        self._reached: _BackwardReached | None = None  # it keeps everything that the interrupted backward keeps
         self._go_on: Callable[[], None] | None = None
 
     def find(self, loss: torch.Tensor) -> None:
-        """Run the backward of a step, and see which passes it has."""
+        """Run the backward of a step, and find its passes."""
         self._here = self._waiting = 0
         with self._watching():
             loss.backward()
@@ -58,7 +59,7 @@ class Deferred:
         self.largest = max((number for number, size in enumerate(self._elements) if size == most), default=None)
 
     def reach(self, loss: torch.Tensor) -> torch.Tensor:
-        """Run the backward of a step as far as the backward of its largest pass; returns what that is of."""
+        """Run the backward of a step up to the backward of its largest pass; return the tensor that it is called on."""
         self._here = self._waiting = 0
         try:
             with self._watching():
@@ -75,11 +76,11 @@ class Deferred:
         self._go_on()
 
     def let_go(self) -> None:
-        """The step is over."""
+        """Note that the step is over."""
         self._reached = self._go_on = None
 
     def forward(self, given: Any, elements: int, run: Run) -> Any:
-        """Return the output of a forward that is `given` so many elements; `run` runs it."""
+        """Return the output of a forward with arguments `given` of `elements` elements; `run` runs it."""
         if not torch.is_grad_enabled():
             return self._once((given, False), run)
         self._waiting += elements
@@ -90,7 +91,7 @@ class Deferred:
         return run()
 
     def _make_gradients(self) -> None:
-        """Let the gradients of parameters be there, as an earlier pass has made them."""
+        """Allocate the gradients of parameters, as an earlier pass has."""
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter, requires_grad=False)
@@ -111,7 +112,7 @@ class Deferred:
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        """While it lasts, a backward that is called ends a pass, unless no forward has come before it."""
+        """End a pass at each backward call that follows a forward, while the context is open."""
         original = torch.autograd.backward
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -131,7 +132,7 @@ class Deferred:
 
 @contextlib.contextmanager
 def states_counted() -> Iterator[None]:
-    """While it lasts, states of the CPU's generator are tensors that are seen; one is kept for each mini-batch."""
+    """Make the CPU generator's states tensors that trackers see; each mini-batch keeps one."""
     size, restore = torch.get_rng_state().numel(), torch.set_rng_state
 
     def state() -> torch.Tensor:
@@ -146,21 +147,21 @@ def states_counted() -> Iterator[None]:
 
 
 class _Shapes:
-    """The tensors in what a forward returned: the sizes of their storages, and how they lie in them."""
+    """The shapes of a forward's output tensors: the sizes of their storages, and their layouts in them."""
 
     def __init__(self, flat: list[Any], spec: Any):
         self._flat, self._spec = flat, spec
 
     @staticmethod
     def of(outputs: Any) -> _Shapes | None:
-        """None where `outputs` hold something that may hold tensors in turn."""
+        """Return the shapes in `outputs`; None if these hold objects that may contain tensors."""
         leaves, spec = tree_flatten(outputs)
         if not all(isinstance(leaf, (torch.Tensor, bool, int, float, str, type(None))) for leaf in leaves):
             return None
         return _Shapes([_WholeTensor(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
 
     def made(self, *, requires_grad: bool) -> Any:
-        """Tensors like those, of storages that are new."""
+        """Make tensors of these shapes in new storages."""
         storages: dict[int, torch.Tensor] = {}
         leaves = [leaf.made(storages, requires_grad) if isinstance(leaf, _WholeTensor) else leaf for leaf in self._flat]
         return tree_unflatten(leaves, self._spec)
@@ -195,7 +196,7 @@ class _WholeTensor:
 
 
 def reaches_parameters(loss: torch.Tensor, model: nn.Module) -> bool:
-    """Whether a backward of `loss` goes as far as a parameter of `model`."""
+    """Return whether a backward of `loss` reaches a parameter of `model`."""
     parameters = {id(parameter) for parameter in model.parameters()}
     seen, waiting = set(), [loss.grad_fn]
     while waiting:

@@ -68,7 +68,7 @@ from remat.workload.workload import Workload, trainable
 WRAPPED_NUMBER_BYTES = 16  # eight in forward, eight more while it is recomputed
 LARGEST_NORM = 1.0  # of gradients that are clipped; any number takes the same memory
 EMA_DECAY = 0.999  # likewise
-WHILE_REPEATED = "optimizer's step"  # in `Graph.fixed_bytes`: what an optimizer holds while it repeats the step
+WHILE_REPEATED = "optimizer's step"  # in `Graph.fixed_bytes`: held by an optimizer while it repeats the step
 LAYERS_ON_HOST = "layers_on_host"  # key of `Graph.about`
 
 
@@ -76,10 +76,10 @@ class Finish:
     """The part of a training step after backward: clipping, the optimizer, the running average, freeing gradients.
 
     again      runs forward and backward once more, and returns the loss: for optimizers that ask for it
-    copies     who brings the optimizer's state to the host and back, where not the device itself
+    copies     copies the optimizer's state to the host and back; chosen for the device by default
     averages   the running average's tensors, parameters first; none before the first step
-    offloaded  the optimizer's state, where the loop has it on the host
-    stepping   how the optimizer steps in backward, where the loop has it so
+    offloaded  the optimizer's state, if the loop has it on the host
+    stepping   the optimizer's stepping in backward, if the loop asks for it
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Finish:
         return self.optimizer.state
 
     def let_go(self) -> None:
-        """Another optimizer takes over."""
+        """Remove the hooks of this optimizer, since another one takes over."""
         if self.stepping is not None:
             self.stepping.let_go()
 
@@ -134,17 +134,17 @@ class FakeStep:
     """A workload's training step on fake tensors: captured once, run as often as needed.
 
     device     the device that tensors pretend to be on
-    form       in which it runs; set by `in_form`
-    loop       what training does around forward and backward; its shards are not run, see `sharding.py`. It may be
-               changed between records
+    form       its present form; set by `in_form`
+    loop       the training loop around forward and backward, which may change between records; its shards are not run,
+               see `sharding.py`
     prepare    changes a captured graph before its first run (the target's kernels)
-    recompute_context  what forward and recomputations run under where kernels are substituted: the emulated cache
-               of weight casts
-    elsewhere  the device whose kernels run and for which the forward is captured, where that is not `device`
-    compiled       whether training will compile the step: code that asks whether it is being traced then hears so
+    recompute_context  context of forward and recomputations if kernels are substituted: the emulated cache of weight
+               casts
+    elsewhere  the device whose kernels run and for which the forward is captured, if that is not `device`
+    compiled       whether training will compile the step, so that it tells code that it is being traced
     trails         of the captured forwards that ran so far under the same answers
     early          how the first steps differ; known once one has run
-    held_numbers   what counters of the model are as a step begins: so none is traced anew for another number
+    held_numbers   values of the model's counters at the beginning of a step, so that no new value is traced anew
     evaluates      whether a backward goes through forwards of evaluation mode too, which a plan leaves alone
     """
 
@@ -179,7 +179,7 @@ class FakeStep:
         with self.mode, torch.device(device), self.known.of_batch(), (seen := OnesSeen()):
             self.batch = workload.batch(workload.batch_size, workload.seq_len)
         self.execute_call: Any = execute_plainly
-        self._beside_bytes = 0  # what an optimizer holds while it repeats the step, beside its state
+        self._beside_bytes = 0  # held by an optimizer while it repeats the step, beside its state
         self._begun: tuple[ParametersSeen, torch.Tensor] | None = None  # a forward that no backward has followed yet
         self._replaced = {"": ReplacedForward(self.model)}
         self._ones = seen
@@ -211,7 +211,7 @@ class FakeStep:
         return torch.float16 in (self.workload.autocast, *(p.dtype for p in self.model.parameters()))
 
     def capture_anew(self, answers: Answers | None) -> None:
-        """Forget what was captured, and capture with `answers` from now on."""
+        """Discard the captured graphs, and capture with `answers` from now on."""
         self._captured.clear()
         self._called.clear()
         self._prepared.clear()  # known by ids, which may be given again
@@ -268,7 +268,7 @@ class FakeStep:
         return tuple(signature_of(self._called[call]) for call in calls)
 
     def _begin_step(self, alignment_bytes: int) -> None:
-        """Run the forward of a first step. The last that settling looks at is the one that `warm_up` goes on with."""
+        """Run the forward of a first step; `warm_up` continues the last one that settling ran."""
         self.held_outputs.let_go()
         self.model.zero_grad(set_to_none=True)
         with ParametersSeen(alignment_bytes, self.model, self.calls) as tracker:
@@ -276,7 +276,7 @@ class FakeStep:
         self.trails.append(trail_of(tracker))
 
     def _find_appended(self) -> None:
-        """Lists that grow with every step, and that no step reads: where they are empty, it computes the same."""
+        """Find lists that grow with every step and that no step reads: emptied, they leave the operators unchanged."""
         grown = tuple(name for name, kind in self.early.carried.items() if kind == GROWN)
         if not grown:
             return
@@ -303,25 +303,25 @@ class FakeStep:
         return ModelState(self.model, data=False, step=self.workload.step)
 
     def numbers(self) -> Numbers:
-        """Numbers that every step changes in the model, as they are now."""
+        """Return the numbers of the model that every step changes, with their present values."""
         with self.shared.borrowed():
             return Numbers(self.state() if self.early.carried else None, self.early.carried)
 
     def run_untraced(self) -> None:
-        """Run one more forward as people run it who have no plan."""
+        """Run one more forward without a plan, untraced."""
         with self._on_fakes(), self.untraced():
             self.forward()
 
     @contextlib.contextmanager
     def between_steps(self, tracker: Tracker) -> Iterator[None]:
-        """Enter the context of what a loop does between steps without gradients, under `tracker`: nothing is traced."""
+        """Enter the context of a loop's work between steps without gradients, under `tracker`; nothing is traced."""
         self.fix_state(tracker)
         self.calls.begin()
         with self._on_fakes(), self.untraced(), self.eager_context(), torch.no_grad(), tracker:
             yield
 
     def _calls_elsewhere(self) -> bool:
-        """Whether the step calls other modules than those whose forwards are traced: then theirs are, from now on."""
+        """Return whether the step calls modules that are not traced yet; if so, trace them from now on."""
         if self._begun is None or not self._begun[0].outside or self.deferred is not None:
             return False
         with self.untraced():
@@ -340,7 +340,7 @@ class FakeStep:
         return True
 
     def _begin_training(self) -> None:
-        """Make the optimizer, and all that is there when training begins."""
+        """Make the optimizer and everything else that exists when training begins."""
         make = self.workload.optimizer
         parameters = trainable(self.model)
         with self.mode, Tracker() as tracker, self._after_backward(tracker):
@@ -350,7 +350,7 @@ class FakeStep:
 
     @contextlib.contextmanager
     def _after_backward(self, tracker: Tracker) -> Iterator[None]:
-        """Enter the modes in which optimizers are made and stepped: in the form that the device would choose."""
+        """Enter the modes in which optimizers are made and stepped, so that they choose the device's kernels."""
         if self.finish.offloaded is not None:
             self.finish.offloaded.copies = TrackedStateCopies(tracker)
         self._repeated.begin(tracker)
@@ -367,7 +367,7 @@ class FakeStep:
 
     @contextlib.contextmanager
     def in_form(self, form: Form) -> Iterator[None]:
-        """While it lasts, the step runs in `form`."""
+        """Run the step in `form` while the context is open."""
         before, self.form = self.form, form
         try:
             yield
@@ -376,7 +376,7 @@ class FakeStep:
 
     @property
     def heads(self) -> Iterator[tuple[Chunk, int]]:
-        """The heads that may run in slices, each in one slice, with the bytes of its logits; known after a step."""
+        """The heads that may be chunked, each as one chunk, with the bytes of its logits; known after a step."""
         for call, graph_module in self._captured.values():
             for number, head in enumerate(find_heads(graph_module)):
                 if head.takes_contiguous_rows:
@@ -390,18 +390,18 @@ class FakeStep:
 
     @property
     def row_runs(self) -> Iterator[tuple[int, RowRun]]:
-        """The runs of nodes that act by row and may run in slices, each with its graph call; known after a step."""
+        """The runs of nodes that may be chunked by rows, each with its graph call; known after a step."""
         for call, graph_module in self._captured.values():
             for run in find_row_runs(graph_module):
                 yield call, run
 
     def shape_of(self, head: Chunk) -> tuple[int, int, int]:
-        """(rows, classes, width) of a head."""
+        """Return (rows, classes, width) of a head."""
         graph_module = next(module for call, module in self._captured.values() if call == head.call)
         return find_heads(graph_module)[head.head].shape
 
     def _ready(self, call: int, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """A copy of what was captured, in its form and with the kernels of the device."""
+        """Return a copy of a captured graph in the step's form, with the kernels of the device."""
         first, _ = self._captured.setdefault(id(graph_module), (call, graph_module))
         key = (id(graph_module), self.form)
         if key not in self._prepared:
@@ -427,9 +427,9 @@ class FakeStep:
             yield
 
     def chunked_loss(self, call: int, name: str) -> ChunkedLoss:
-        """Return the chunked loss of a node in the current form of the step, with the kernels of the device.
+        """Return the chunked loss of a node in the current form, with the kernels of the device.
 
-        It is found where a form with other slices is prepared already: a graph of thousands of nodes takes a second.
+        A form with other slices that is prepared already is reused: a graph of thousands of nodes takes a second.
         """
         graph_module, alike = self._called[call], self.form.in_one_slice
         prepared = (
@@ -444,7 +444,7 @@ class FakeStep:
         return dataclasses.replace(found, slices=slices_in(self.form.chunks, first)[node.meta[HEAD]])
 
     def run(self, function: Callable[..., Any], tracker: Tracker, args: Sequence[Any]) -> Any:
-        """Run the forward of what a node calls by itself, on `args`."""
+        """Run the forward of the function that a node calls, on `args`."""
         with self._on_fakes(), tracker, self._forward_context(), self._call_context():
             return function(*args)
 
@@ -456,7 +456,7 @@ class FakeStep:
 
     @contextlib.contextmanager
     def _forward_context(self) -> Iterator[None]:
-        """Autocast, which models may ask about while they are traced, and the emulated cache of casts."""
+        """Enter autocast, which models may query while they are traced, and the emulated cache of casts."""
         with (
             autocast_context(self.device, self.workload.autocast),
             (self._recompute_context or contextlib.nullcontext)(),
@@ -464,7 +464,7 @@ class FakeStep:
             yield
 
     def forward(self) -> torch.Tensor:
-        """The loss of one forward; raises CaptureError if `step` fails or returns something else."""
+        """Return the loss of one forward. Raises CaptureError if `step` fails or returns something else."""
         self.calls.begin()
         self.held_numbers.put_back()
         try:
@@ -494,7 +494,7 @@ class FakeStep:
         return loss
 
     def _backward(self, loss: torch.Tensor, tracker: Tracker) -> None:
-        """The backward of the step; raises CaptureError if it fails."""
+        """Run the backward of the step. Raises CaptureError if it fails."""
         if self.finish.stepping is not None:
             self.finish.stepping.around = functools.partial(self._stepping, tracker)
         self._in_backward = True
@@ -541,7 +541,7 @@ class FakeStep:
             return self.deferred.reach(loss)
 
     def _note_calls(self) -> None:
-        """Raise CaptureError where the step calls its model more often than the last time, or in another order."""
+        """Raise CaptureError if the step calls its model more often than before, or in another order."""
         if self._is_untraced:
             return
         if self.evaluates and not self.calls.made:
@@ -561,12 +561,12 @@ class FakeStep:
         )
 
     def _states_seen(self) -> contextlib.AbstractContextManager[None]:
-        """Mini-batches keep states of the host's generator, which are on the device where that is the host."""
+        """Return the context that tracks generator states of mini-batches, if they are on the device (a CPU)."""
         on_host = self.deferred is not None and self._kernels_of == "cpu"
         return states_counted() if on_host else contextlib.nullcontext()
 
     def _let_go(self) -> None:
-        """The step has let go of its loss."""
+        """Note that the step has dropped its loss."""
         if self.deferred is not None:
             self.deferred.let_go()
 
@@ -574,7 +574,7 @@ class FakeStep:
         return self.held_outputs.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
 
     def _called_at(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the module at `path`, as the step runs it."""
+        """Run the forward of the module at `path` as the step does."""
         if self._in_backward:
             raise CaptureError(
                 f"the step of {self.workload.name!r} runs {path or 'its model'} again in backward, as "
@@ -596,7 +596,7 @@ class FakeStep:
                 return self._replaced[path].original(*args, **kwargs)
 
     def _learns(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a backward can go through the forward of the module at `path`, which is in training mode.
+        """Return whether a backward can reach the forward of the module at `path`, which is in training mode.
 
         A plan leaves other forwards alone.
         """
@@ -611,7 +611,7 @@ class FakeStep:
 
     @contextlib.contextmanager
     def untraced(self) -> Iterator[None]:
-        """While it lasts, nothing of the step is traced."""
+        """Trace nothing of the step while the context is open."""
         self._is_untraced = True
         try:
             yield
@@ -620,7 +620,7 @@ class FakeStep:
 
     @property
     def forwards(self) -> tuple[Forward, ...]:
-        """Those of the last step."""
+        """The forwards of the last step."""
         graphs = [[self._called[f.first + i] for i in range(f.calls)] for f in self.calls.made]
         return tuple(
             dataclasses.replace(forward, like=graphs.index(graphs[number]))
@@ -640,9 +640,9 @@ class FakeStep:
     def warm_up(self, alignment_bytes: int = 1) -> tuple[int, Tracker]:
         """Capture, and bring the optimizer and the gradients to their steady state.
 
-        Returns the most bytes alive after the first backward, above those that were there before it, and the tracker of
-        the first step. What the forward made is not counted: nothing of it is left but what Dynamo notes in its graphs,
-        and what the loop holds.
+        Returns the tracker of the first step, and the peak bytes alive after the first backward above those alive
+        before it. What the forward made is not counted: only what Dynamo stores in its graphs and what the loop holds
+        is left of it.
         """
         self._begun = None
         self._settle(alignment_bytes)
@@ -664,7 +664,7 @@ class FakeStep:
         return int(tracker.alive(since=forward_end)[backward_end:].max(initial=0)), tracker
 
     def execute(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
-        """One whole step under `tracker`: forward, backward, optimizer."""
+        """Run one whole step under `tracker`: forward, backward, optimizer."""
         with self._on_fakes(), tracker:
             if self._has_state:
                 tracker.follow_older(self.state().unregistered)
@@ -678,7 +678,7 @@ class FakeStep:
                 self.finish()
 
     def fix_state(self, tracker: Tracker) -> dict[str, int]:
-        """Tell `tracker` what exists before the step; returns its bytes by category."""
+        """Tell `tracker` the tensors from before the step; return their bytes by category."""
         parameters = list(self.model.parameters())
         beside = [list(tensors_beside(p)) for p in parameters]
         fixed = {
@@ -694,7 +694,7 @@ class FakeStep:
         return {name: size for name, size in fixed.items() if size}
 
     def _here_of(self, parameters: list[nn.Parameter], tracker: Tracker) -> int:
-        """Return the bytes of `parameters` on the device, those of streamed layers that are there at once included."""
+        """Return the bytes of `parameters` on the device, including the streamed layers that are there at once."""
         size_bytes = tracker.fix(parameters)
         elsewhere = self._on_host[AT_ONCE:]
         return size_bytes - sum(tracker.bytes_of(weight) for layer in elsewhere for weight in layer.weights)
@@ -709,14 +709,14 @@ class FakeStep:
         return {layer.path: layer.size_bytes for layer in self._on_host}
 
     def parameters(self, tracker: Tracker) -> Iterator[Parameter]:
-        """The parameters and what the optimizer keeps for each; of their gradients only the size."""
+        """Yield the parameters with the sizes of their optimizer states and gradients."""
         for name, p in self.model.named_parameters():
             size, sizes = tracker.bytes_of(p), tuple(map(tracker.bytes_of, self.optimizer.state_of(p)))
             yield Parameter(name, size, size if p.requires_grad else 0, sum(sizes), state_tensors=sizes)
 
 
 def _line_of(error: BaseException) -> str:
-    """The last line of the traceback that is neither torch's nor ours, as ` at file:line`."""
+    """Return the last line of the traceback outside torch and this package, as ` at file:line`."""
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(("<", *ours))]
     return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

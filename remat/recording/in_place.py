@@ -49,13 +49,13 @@ _depth = {"model": 0, "attention": 0}  # backward may run in another thread than
 
 
 def count(what: str, change: int) -> None:
-    """Note that code of `what` ("model", "attention" in it) begins, with 1, or ends, with -1."""
+    """Note that code of `what` ("model", "attention" in it) begins (1) or ends (-1)."""
     _depth[what] += change
 
 
 @contextlib.contextmanager
 def within(what: str) -> Iterator[None]:
-    """While it lasts, operators are those of `what`."""
+    """Count operators as those of `what` while the context is open."""
     count(what, 1)
     try:
         yield
@@ -71,9 +71,9 @@ class InPlace:
         self._first = 0  # its first operator
 
     def taken_over(self, op: int, func: Any, args: Any, birth: int, out: Any) -> bool:
-        """Whether operator `op`, as far as can be seen from it, would write its result over its first argument.
+        """Return whether operator `op` would write its result over its first argument, as far as is visible.
 
-        birth  the operator that made the first argument's storage, negative where that was there before
+        birth  the operator that made the first argument's storage, negative if it existed before
         """
         node = autograd_node()
         sequence = -1 if node is None else node._sequence_nr()
@@ -107,7 +107,7 @@ def _could_be_in_place(func: Any, args: Any, out: Any) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether no element of `tensor` lies upon another, and none between them is left out."""
+    """Return whether the elements of `tensor` neither overlap nor leave gaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

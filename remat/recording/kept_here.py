@@ -13,7 +13,7 @@ from remat.capture.elsewhere import Elsewhere
 
 
 class KeptHere(UnseenMode):
-    """Makes, and moves, tensors on the device at hand where the other device is named; it belongs above fakes."""
+    """Makes and moves tensors on the device at hand in place of the other device; it belongs above fakes."""
 
     def __init__(self, elsewhere: Elsewhere):
         super().__init__()

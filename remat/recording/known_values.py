@@ -39,7 +39,7 @@ from remat.recording.ctc_shapes import CTC_SHAPES
 
 MOST_INTEGERS = 1 << 20
 MOST_FLOATS = 1 << 16
-_OF_SHAPES = {  # what they make depends on their first argument's shape alone
+_OF_SHAPES = {  # their result depends on their first argument's shape alone
     *(torch.ops.aten.ones_like.default, torch.ops.aten.zeros_like.default, torch.ops.aten.full_like.default),
     *(torch.ops.aten.new_ones.default, torch.ops.aten.new_zeros.default, torch.ops.aten.new_full.default),
 }
@@ -51,7 +51,7 @@ _View = tuple[torch.dtype, Any, tuple[int, ...], tuple[int, ...]]
 
 
 class KnownValues(UnseenMode):
-    """Follows known values through what runs under it; it belongs above a FakeTensorMode."""
+    """Follows known values through the operators that run under it; belongs above a FakeTensorMode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,19 +89,19 @@ class KnownValues(UnseenMode):
             self._floats.clear()
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The values of a fake tensor, on the host; None where they are not known."""
+        """Return the values of a fake tensor, on the host; None if they are not known."""
         twin = self._twin_of(tensor)
         return None if twin is None or twin.untyped_storage().data_ptr() in self._stale else twin
 
     def hold_for(self, copy: torch.Tensor, tensor: torch.Tensor) -> None:
-        """`copy` stands for `tensor` from now on."""
+        """Give `copy` the known values of `tensor`."""
         if (value := self.of(tensor)) is not None:
             self.note(copy, value)
             if self.is_drawn(tensor):
                 self._drawn.add(copy.untyped_storage())
 
     def is_drawn(self, tensor: torch.Tensor) -> bool:
-        """Whether the values of a fake tensor depend on random numbers of the batch. (Rule 4)"""
+        """Return whether the values of a fake tensor depend on random numbers of the batch. (Rule 4)"""
         return tensor.untyped_storage() in self._drawn
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -132,7 +132,7 @@ class KnownValues(UnseenMode):
         return out
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-        """Whether what `func` is given is known, and what it makes of that."""
+        """Return whether all inputs of `func` are known, and its result on their values."""
         if func in _OF_SHAPES:
             args = (_stand_in(args[0], kwargs.get("dtype")), *args[1:])
         if any(isinstance(arg, FakeTensor) and self.of(arg) is None for arg in args):  # as nearly always, and at once
@@ -179,7 +179,7 @@ class KnownValues(UnseenMode):
         return self._value_of(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
     def _picked(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """`index`; in place of a known mask, the indices of what it picks."""
+        """Replace a known mask by the indices that it selects; other indices stay."""
         value = None if index is None or index.dtype not in (torch.bool, torch.uint8) else self._value_of(index)
         if index is None or value is None:
             return [index]
@@ -195,7 +195,7 @@ class KnownValues(UnseenMode):
         return fake
 
     def note(self, out: Any, values: Any) -> None:
-        """`values` are those of `out`, tensor by tensor."""
+        """Note `values` as those of `out`, tensor by tensor."""
         for fake, value in zip(tree_leaves(out), tree_leaves(values), strict=True):
             if isinstance(fake, FakeTensor) and isinstance(value, torch.Tensor) and _is_small(value):
                 self._twins.setdefault(fake.untyped_storage(), {})[_view_of(fake)] = value
@@ -231,20 +231,20 @@ _following: list[KnownValues] = []
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The values of a tensor of a step that runs on fakes, on the host; None where they are not known."""
+    """Return the values of a tensor of a fake step, on the host; None if they are not known."""
     if not isinstance(tensor, FakeTensor):
         return tensor
     return next((values for each in _following if (values := each.of(tensor)) is not None), None)
 
 
 def note_length(tensor: torch.Tensor) -> None:
-    """The values of `tensor` are lengths, which decide sizes."""
+    """Note that the values of `tensor` are lengths, which decide sizes."""
     for each in _following:
         each.drawn_lengths |= isinstance(tensor, FakeTensor) and each.is_drawn(tensor)
 
 
 def give_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Say what the values of a fake tensor are, where an operator that is followed cannot tell."""
+    """Set the values of a fake tensor, where an operator that is followed cannot tell them."""
     for each in _following:
         each.note(tensor, values)
 
@@ -254,7 +254,7 @@ _tolist = FakeTensor.tolist
 
 @untraced
 def _tolist_of_values(tensor: FakeTensor) -> Any:
-    """`tolist`, which asks for one number after the other, thousands of a batch's, at once where they are known."""
+    """Run `tolist` at once if the values are known; otherwise it asks for every number by itself."""
     known = values_of(tensor)
     if known is None:
         return _tolist(tensor)
@@ -281,7 +281,7 @@ def _view_of(tensor: torch.Tensor) -> _View:
 
 
 def _stand_in(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A tensor like a fake one, for what makes few integers of its shape; otherwise the fake one."""
+    """Return an empty real tensor in place of a fake one from which a factory makes few integers; else the fake."""
     dtype = dtype or tensor.dtype
     is_plain = isinstance(tensor, FakeTensor) and all(isinstance(size, int) for size in tensor.shape)
     if not is_plain or dtype.is_floating_point or dtype.is_complex or tensor.numel() > MOST_INTEGERS:
@@ -291,7 +291,7 @@ def _stand_in(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _makes_little(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether what a factory makes, on fakes, is small."""
+    """Return whether the tensors that a factory makes are small."""
     made = (leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, torch.Tensor))
     return all(map(_is_small, made))
 

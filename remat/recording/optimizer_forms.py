@@ -23,7 +23,7 @@ from remat._torch.recording import devices_with_foreach, foreach_takes
 
 @contextlib.contextmanager
 def forms_of(device_type: str, fakes_on: str) -> Iterator[None]:
-    """While it lasts, torch chooses for fake tensors on `fakes_on` the form that `device_type` gives to real ones."""
+    """Let torch choose for fake tensors on `fakes_on` the kernels that `device_type` gives real ones."""
     told = device_type != fakes_on and device_type in devices_with_foreach()
     with foreach_takes(FakeTensor, fakes_on if told else None):
         yield

@@ -26,7 +26,7 @@ SMALL_BYTES = 64  # step counters and the like are not worth a name
 class States:
     """Bytes of the states of training, on one rank.
 
-    optimizer  by the optimizer's own names for what it keeps
+    optimizer  by the optimizer's own names of its states
     """
 
     parameters: int
@@ -38,7 +38,7 @@ class States:
         return self.parameters + self.gradients + sum(self.optimizer.values())
 
     def per_rank(self, ranks: int, shard: Shard | None) -> States:
-        """Return the states that one of `ranks` keeps; temporarily gathered ones are not counted."""
+        """Return the states that one of `ranks` keeps, without temporarily gathered ones."""
         of_all = {"zero1": 1, "zero2": 2, "zero3": 3}.get(shard or "", 0)
         return States(
             share(self.parameters, ranks) if of_all >= 3 else self.parameters,
@@ -52,7 +52,7 @@ def states_of(
     dtype: torch.dtype,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
 ) -> States:
-    """The states of parameters of `shapes` and `dtype` after the first step of `optimizer`."""
+    """Return the states of parameters of `shapes` and `dtype` after the first step of `optimizer`."""
     tracker = Tracker()
     with FakeTensorMode(), tracker, tracker.answering():
         parameters = [nn.Parameter(torch.empty(*shape, dtype=dtype)) for shape in shapes]

@@ -73,16 +73,16 @@ from remat.workload.workload import WITH_STEP, Stepped, trainable
 
 
 def record(step: FakeStep, *, alignment_bytes: int = 1, whole: Graph | None = None) -> Graph:
-    """The Graph of `step`. Raises `CaptureError` for a model that cannot be captured, naming the operator.
+    """Record the Graph of `step`. Raises `CaptureError` for a model that cannot be captured, naming the operator.
 
-    whole  the graph of the same step in another form, recorded before: it is in its steady state, and its first
-           optimizer step takes the same
+    whole  an earlier graph of the same step in another form: the step is in its steady state, and its first
+           optimizer step needs the same memory
     """
     return record_with(step, alignment_bytes=alignment_bytes, whole=whole)[0]
 
 
 def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) -> tuple[Graph, Recorder]:
-    """`record`, and what made the Graph."""
+    """Run `record`; return its Graph and its Recorder."""
     if whole is None or step.loop.holds_outputs:
         first_step_rise, first = step.warm_up(alignment_bytes)
     repeats = Repeats(step) if whole is None else None
@@ -176,7 +176,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
 class Recorder(Tracker):
     """Attributes operators and saves to nodes while a step runs.
 
-    given_to_heads  by node what chunked losses were called with, of tensors the shapes (on the meta device)
+    given_to_heads  node -> arguments of its chunked loss, with tensors on the meta device for their shapes
     """
 
     def __init__(self, alignment_bytes: int, buffers: Iterable[torch.Tensor], known: KnownValues):
@@ -191,8 +191,8 @@ class Recorder(Tracker):
         self._sequence: list[int] = []  # autograd sequence number at the start of each node
         self._saved_tensors: list[dict[str, int]] = []
         self._asked_inside: dict[tuple[int, int], dict[str, int]] = {}  # (row, number of an inner backward) -> request
-        self._saved_of_given: dict[int, dict[str, int]] = {}  # row of what an inner backward's graph saves of that
-        self._given_inside: dict[int, dict[str, int]] = {}  # id of what a request was given -> the request
+        self._saved_of_given: dict[int, dict[str, int]] = {}  # number of a save by an inner backward's graph -> request
+        self._given_inside: dict[int, dict[str, int]] = {}  # id of a request's argument -> the request
         self._sequence_after = 0
         self._open = 0
         self._readers: dict[int, set[int]] = {}  # id of a fixed storage -> nodes of forward that take it
@@ -222,9 +222,9 @@ class Recorder(Tracker):
         given: set[int | None] = frozenset(),  # type: ignore[assignment]
         known: NodeId | None = None,
     ) -> None:
-        """A node starts; `graph_inputs` are the nodes of its graph that it takes values of, `given` those of others.
+        """Begin a node; `graph_inputs` are nodes of its own graph whose values it takes, `given` those of others.
 
-        None in `given` stands for a tensor that was there before the step.
+        None in `given` stands for a tensor from before the step.
         """
         self._current = len(self._nodes)
         self.index[call, name] = self._current
@@ -255,7 +255,7 @@ class Recorder(Tracker):
 
     @contextlib.contextmanager
     def running(self, head: ChunkedLoss, given: Sequence[Any]) -> Iterator[None]:
-        """The current node is a chunked loss; of what it does again and again, one time is enough to see."""
+        """Record one slice of the chunked loss that is the current node, and repeat the record for the others."""
         assert self._current is not None
         node, before = self._current, head.watch
         with without_modes():
@@ -286,7 +286,7 @@ class Recorder(Tracker):
         self.wrapped_numbers += end.numbers - begin.numbers
         for row in self._saved_tensors[begin.saved : end.saved]:
             if row["storage"] < begin.storages:
-                continue  # what is saved in its place now is there all the time, and the save is over (`settle_saves`)
+                continue  # its replacement exists all the time, and the save is over (`settle_saves`)
             again = {name: row[name] + later for name in ("at", "unpack", "used", "release")}
             storage = row["storage"] + now.storages - begin.storages
             number = len(self._saved_tensors)
@@ -295,7 +295,7 @@ class Recorder(Tracker):
         self._nodes[self._current]["end"] = self.op_count
 
     def slice_ends(self, node: int) -> tuple[int, ...]:
-        """See `graph.Node`."""
+        """Return `slice_ends` as in `graph.Node`."""
         found: tuple[int, ...] = self._nodes[node]["slice_ends"]
         return found
 
@@ -313,12 +313,12 @@ class Recorder(Tracker):
         self._current = None
 
     def producer(self, tensor: Any) -> int | None:
-        """The node that made the storage of `tensor`, None if it was there before the step."""
+        """Return the node that made the storage of `tensor`; None if it existed before the step."""
         storage = self.storage_of(tensor) if isinstance(tensor, torch.Tensor) else FIXED
         return None if storage == FIXED else self._storage_nodes[storage]
 
     def take(self, tensor: torch.Tensor) -> int | None:
-        """`producer`, for a node that is handed `tensor`: so is known which values came from between two graphs."""
+        """Return `producer` for a node that takes `tensor`, and note values that came from between two graphs."""
         producer = self.producer(tensor)
         if producer is not None and (node := self._nodes[producer])["call"] == OUTSIDE:
             node["values"] = tuple(sorted({*node["values"], self.storage_of(tensor)}))
@@ -327,7 +327,7 @@ class Recorder(Tracker):
     # Operators
 
     def replaced(self, tensor: torch.Tensor) -> None:
-        """That happens once, and who read the storage that it had would read another when recomputed."""
+        """Note that a tensor gets another storage, which happens once: readers of the old one are not recomputed."""
         if self._forward_end < 0 and self._current is not None:
             self._nodes[self._current]["effect"] = "other"
             if self.storage_of(tensor) == FIXED:
@@ -347,13 +347,13 @@ class Recorder(Tracker):
             self._nodes[node]["end"] = self.op_count
 
     def _count_wrapped_numbers(self, func: Any, args: Any) -> None:
-        """Count Python numbers given where a tensor is meant: autograd keeps each as a tensor that no hook sees."""
+        """Count Python numbers in the place of tensors: autograd keeps each as a tensor that no hook sees."""
         for value, argument in zip(args, func._schema.arguments, strict=False):
             if isinstance(value, (int, float)) and str(argument.type) == "Tensor":
                 self.wrapped_numbers += 1
 
     def _begin_outside(self, first: int) -> None:
-        """Let what runs between graph calls from operator `first` on be a node of its own."""
+        """Make a node of the operators that run between graph calls from operator `first` on."""
         last = len(self._nodes) - 1
         if last < 0 or self._nodes[last]["call"] != OUTSIDE:
             self.begin(OUTSIDE, f"outside_{len(self._nodes)}")
@@ -373,7 +373,7 @@ class Recorder(Tracker):
         return max(bisect.bisect_right(self._sequence, number) - 1, 0)
 
     def _note_reused(self, op: int, node: int, args: Any, kwargs: Any) -> None:
-        """Note casts that an older node made, and that are no value that this one is given.
+        """Note casts by an older node that are not inputs of this one.
 
         Autocast would make them before the casts that it makes for the same operator.
         """
@@ -402,7 +402,7 @@ class Recorder(Tracker):
         if not func._schema.is_mutable:
             return
         if record["effect"] == "" and any(returned.alias_info is None for returned in func._schema.returns):
-            record["effect"] = "other"  # it writes beside its result, which neither early stop nor saving provides for
+            record["effect"] = "other"  # it also writes elsewhere, which neither early stop nor saving handles
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -421,9 +421,9 @@ class Recorder(Tracker):
             record["mutates"] = (*record["mutates"], producer)
 
     def _settle_effects(self) -> None:
-        """A reader of a value that another node changes would read another value when recomputed: it stays plain.
+        """Mark nodes that read a value that another node changes: recomputed, they would read another value.
 
-        A counter that is read is none.
+        Counters that nothing else reads are not marked.
         """
         for storage, writers in self._writers.items():
             readers = self._readers.get(storage, set()) | writers
@@ -475,7 +475,7 @@ class Recorder(Tracker):
         return given
 
     def _copy(self, tensor: torch.Tensor, row: dict[str, int], event: str) -> torch.Tensor:
-        """A private copy whose end of life is written to `row[event]`."""
+        """Return a private copy; the end of its life is written to `row[event]`."""
         self.paused = True
         with torch.no_grad():
             copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -497,7 +497,7 @@ class Recorder(Tracker):
 
     @property
     def forward_end(self) -> int:
-        """How many operators ran in forward."""
+        """Number of operators in forward."""
         return self._forward_end
 
     def after_forward(self) -> None:
@@ -518,7 +518,7 @@ class Recorder(Tracker):
         self._gradients = tuple(sorted(set(self._gradient_of.values()) - {FIXED}))
 
     def parameters_of(self, step: FakeStep) -> Iterator[Parameter]:
-        """The parameters, with the storages that their gradients had when backward ended."""
+        """Yield the parameters with the storages of their gradients at the end of backward."""
         for known in step.parameters(self):
             gradient = self._gradient_of.get(known.name, FIXED)
             yield dataclasses.replace(known, gradient=gradient)
@@ -588,7 +588,7 @@ class Recorder(Tracker):
         )
 
     def _inner_backward(self, last: int, release: list[int]) -> InnerBackward:
-        """The requests of backwards within the forward, and how long their graphs keep what they were given."""
+        """Return the requests of backwards within the forward, and how long their graphs keep their inputs."""
         for number, request in self._saved_of_given.items():
             request["kept"] = max(request["kept"], release[number])
         place = {row["number"]: index for index, row in enumerate(self._saved_tensors)}
@@ -612,9 +612,9 @@ def _column(values: Any) -> np.ndarray:
 
 
 def _instrumented(graph_module: fx.GraphModule, recorder: Recorder, call: int) -> fx.GraphModule:
-    """A copy of `graph_module` that tells `recorder` where each node begins and ends.
+    """Copy `graph_module` so that it tells `recorder` where each node begins and ends.
 
-    Only targets change, so that the generated code lets go of its values where the original does.
+    Only targets change, so that the generated code frees its values where the original does.
     """
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
@@ -634,7 +634,7 @@ def _recorded(node: fx.Node, function: Callable[..., Any], recorder: Recorder, c
     def recorded(*args: Any, **kwargs: Any) -> Any:
         graph_inputs = {recorder.index[call, name] for name in names}
         given = {
-            recorder.take(value)  # from an earlier graph call, or nobody
+            recorder.take(value)  # from an earlier graph call, or from before the step
             for argument, value in zip(wiring, tree_leaves((args, kwargs)), strict=False)
             if isinstance(argument, fx.Node) and argument.op == "placeholder" and isinstance(value, torch.Tensor)
         }

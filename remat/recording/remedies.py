@@ -16,7 +16,7 @@ _ATTENTION = (
 
 
 def describe(error: BaseException) -> str:
-    """The kind of an error, the first line of what it says, and the remedy where there is one that is known."""
+    """Describe an error: its kind, the first line of its message, and a remedy if one is known."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     remedy = _remedy(error, said)

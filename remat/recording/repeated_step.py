@@ -25,7 +25,7 @@ class RepeatedStep:
         self._beside: list[set[int]] = []
 
     def begin(self, tracker: Tracker) -> None:
-        """An optimizer's step begins, under `tracker`."""
+        """Note that a step of the optimizer begins, under `tracker`."""
         self._tracker, self._first, self._beside = tracker, len(tracker.storages), []
 
     def __call__(self) -> torch.Tensor:
@@ -41,11 +41,11 @@ class RepeatedStep:
         return torch.empty((), device=self._device)
 
     def beside_bytes(self, state: Iterable[torch.Tensor]) -> int:
-        """Most bytes that were alive beside a repetition in the last step, but for gradients and `state`."""
+        """Return the peak bytes beside a repetition in the last step, without gradients and `state`."""
         tracker = self._tracker
         if tracker is None or not self._beside:
             return 0
-        # SAM makes what it kept the parameter again: that storage was beside the parameter's own meanwhile.
+        # SAM makes its kept tensor the parameter again: meanwhile that storage existed beside the parameter's own.
         now_parameters = {tracker.storage_of(parameter) for parameter in self._parameters}
         kept = {tracker.storage_of(tensor) for tensor in state} - now_parameters
         return max(sum(tracker.storages[index].size_bytes for index in found - kept) for found in self._beside)

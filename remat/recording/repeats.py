@@ -30,7 +30,7 @@ FORWARDS = 6
 
 
 class _TrailSeen(UnseenMode):
-    """Notes the trail of a forward, and which parameters its operators are given."""
+    """Notes the trail of a forward, and the parameters that its operators take."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -48,7 +48,7 @@ class _TrailSeen(UnseenMode):
 
 
 class Repeats:
-    """Whether the forwards of `step` are alike, from here on; the last of `step.trails` is the one that is recorded."""
+    """Compares the forwards of `step` from here on; the last of `step.trails` is the one that is recorded."""
 
     def __init__(self, step: FakeStep):
         self._step = step
@@ -60,7 +60,7 @@ class Repeats:
             return {**self._sources.numbers(), **numbers_of(self._step.model)}
 
     def require(self) -> None:
-        """Raise CaptureError where two forwards differ. It names the lines that read what torch does not draw."""
+        """Raise CaptureError if two forwards differ, naming the lines that read values from outside torch."""
         recorded, earlier = self._step.trails[-1], self._step.trails[:-1]
         other = next((trail for trail in reversed(earlier) if trail != recorded), None)
         if other is not None and recorded in earlier[: earlier.index(other)]:
@@ -79,7 +79,7 @@ class Repeats:
         return self._drawn or self._sources.has_clock or self._before != self._numbers()
 
     def drawn_outside(self, forwards: Iterable[Forward]) -> list[str]:
-        """The lines of `forwards` that draw what torch does not, where one of them is not one graph."""
+        """List the lines of `forwards` that draw random numbers outside torch, if a forward is not one graph."""
         if not self._drawn or all(forward.calls == 1 for forward in forwards):
             return []
         reads = reads_of(self._step.run_untraced, self._sources, lambda: self._step.calls.inside)

@@ -28,7 +28,7 @@ _RESERVE = 3
 
 
 def with_reserve(func: Any, args: Any, out: Any) -> Any:
-    """`out` with a reserve as large as the real kernel's, where `func` keeps one."""
+    """Give `out` a reserve as large as the real kernel's, if `func` keeps one."""
     if func not in _KEEPING or not isinstance(out[_RESERVE], FakeTensor):
         return out
     leaves, structure = tree_flatten(args)
@@ -38,7 +38,7 @@ def with_reserve(func: Any, args: Any, out: Any) -> Any:
 
 
 def _described(leaf: Any) -> Any:
-    """A tensor as (shape, strides, dtype, device); anything else as it is."""
+    """Describe a tensor as (shape, strides, dtype, device); return anything else unchanged."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.device

@@ -26,7 +26,7 @@ _AT_ONCE = OpKind("remat.chunked_loss.default", [[], {}], flops=0, moved_bytes=0
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HeadCall:
-    """A chunked loss in a record: the node, and what it was called with, of tensors the shapes."""
+    """A chunked loss in a record: its node and its arguments, tensors by their shapes."""
 
     node: int
     call: int
@@ -50,7 +50,7 @@ class HeadCall:
         return LossRecord.of(recorder, loss)
 
     def between(self, other: HeadCall, line: Callable[[int, int], int]) -> HeadCall:
-        """The same loss at another batch size; `line` gives a size of it, out of those of this and of `other`."""
+        """Return the same loss at another batch size; `line` interpolates a size from this one's and `other`'s."""
         pairs = zip(self.given, other.given, strict=True)
         return dataclasses.replace(self, given=tuple(_between(one, two, line) for one, two in pairs))
 
@@ -73,7 +73,7 @@ class Resliced:
         self._runs: dict[tuple[HeadCall, Form], LossRecord] = {}
 
     def record(self, form: Form) -> Graph:
-        """The record in `form`; raises CaptureError as `recorder.record` does."""
+        """Return the record in `form`. Raises CaptureError as `recorder.record` does."""
         if self._graph is None or (found := self._from_first(form)) is None:
             with self._step.in_form(form):
                 graph, recorder = record_with(self._step, alignment_bytes=self._alignment_bytes, whole=self._whole)
@@ -84,7 +84,7 @@ class Resliced:
         return found
 
     def hollow(self, form: Form) -> Graph | None:
-        """The record in `form`, but that losses make what they keep at once; None where that cannot be told."""
+        """Return the record in `form` with losses that make what they keep at once; None if that is impossible."""
         graph = self.record(form)
         runs = [self._run(head, form) for head in self.heads]
         return _replaced(graph, self.heads, runs, [run.hollow for run in runs], form)
@@ -103,7 +103,7 @@ class Resliced:
 
 
 def filled(graph: Graph, heads: Sequence[HeadCall], step: FakeStep, form: Form, alignment_bytes: int) -> Graph | None:
-    """A hollow record at any batch size, with what its `heads` do in `form`; None where it is not one of those."""
+    """Fill a hollow record at any batch size with its `heads` in `form`; None if it is not hollow."""
     runs = [head.run(step, form, alignment_bytes) for head in heads]
     return _replaced(graph, heads, [run.hollow for run in runs], runs, form)
 
@@ -111,7 +111,7 @@ def filled(graph: Graph, heads: Sequence[HeadCall], step: FakeStep, form: Form, 
 def _replaced(
     graph: Graph, heads: Sequence[HeadCall], old: Sequence[LossRecord], new: Sequence[LossRecord], form: Form
 ) -> Graph | None:
-    """`graph` as that of `form`, its `heads` doing what `new` says; None where they do not do what `old` says."""
+    """Replace the records of `heads` in `graph`, which is `form`'s then; None if they differ from `old`."""
     try:
         for head, before, after in zip(heads, old, new, strict=True):
             graph = _Replacement(graph, head.node, before, after).graph()
@@ -121,11 +121,11 @@ def _replaced(
 
 
 class _Differs(Exception):
-    """The node by itself does not do what the record says of it."""
+    """The node by itself runs otherwise than recorded."""
 
 
 def _fake_of(value: Any, device: torch.device) -> Any:
-    """A tensor like `value`; where it needs a gradient no leaf, of which autocast would keep what it casts."""
+    """Make a fake tensor like `value`; with a gradient it is no leaf, since autocast caches casts of leaves."""
     if not isinstance(value, torch.Tensor):
         return value
     fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
@@ -136,8 +136,8 @@ def _fake_of(value: Any, device: torch.device) -> Any:
 class LossRecord:
     """The record of a chunked loss in forward.
 
-    storages  each with its operators counted from the node's first; without a death where it is kept
-    kept      the loss, and the gradients of rows, weight and bias: indices of storages, FIXED for what is none of them
+    storages  each with its operators counted from the node's first; without a death if it is kept
+    kept      the loss, and the gradients of rows, weight and bias: indices of storages, FIXED for any other
     slice_ends  see `graph.Node`, counted in the same way
     """
 
@@ -164,7 +164,7 @@ class LossRecord:
 
     @property
     def hollow(self) -> LossRecord:
-        """One operator that makes all that is kept."""
+        """The record with one operator that makes everything kept."""
         kept = [self.storages[i] for i in self.kept if i != FIXED]
         numbers = iter(range(len(kept)))
         return LossRecord(
@@ -176,7 +176,7 @@ class LossRecord:
 
     @property
     def keeps_no_other(self) -> bool:
-        """Whether nothing outlives the run but what is said to be kept."""
+        """Whether nothing outlives the run but the storages in `kept`."""
         return {i for i, storage in enumerate(self.storages) if storage.death is None} == {*self.kept} - {FIXED}
 
     @property
@@ -185,7 +185,7 @@ class LossRecord:
 
 
 class _Replacement:
-    """A record in which a node runs as `new` says, where it runs as `old` says."""
+    """A record in which a node runs as `new` in place of `old`."""
 
     def __init__(self, graph: Graph, node: int, old: LossRecord, new: LossRecord):
         self._record, self._node, self._old, self._new = graph, node, old, new
@@ -214,17 +214,17 @@ class _Replacement:
         if not same:
             raise _Differs
 
-    # Where things are in the new record. Of what happens within the node nothing is known but its ends.
+    # Places in the new record. Within the node, only its ends are known.
 
     def _moved_op(self, ops: np.ndarray) -> np.ndarray:
-        """Operators, by number."""
+        """Renumber operators; raise _Differs for one within the node."""
         within = (ops >= self._first) & (ops < self._end - 1)
         if within.any():
             raise _Differs
         return np.where(ops >= self._end - 1, ops + self._more, ops)
 
     def _moved_place(self, places: np.ndarray) -> np.ndarray:
-        """Places between operators, by how many are before."""
+        """Renumber places between operators; raise _Differs for one within the node."""
         within = (places > self._first) & (places < self._end)
         if within.any():
             raise _Differs
@@ -342,5 +342,5 @@ class _Replacement:
 
 
 def _spliced(column: np.ndarray, begin: int, end: int, middle: np.ndarray) -> np.ndarray:
-    """`column` with `middle` in place of [begin, end)."""
+    """Replace [begin, end) of `column` by `middle`."""
     return np.concatenate([column[:begin], middle, column[end:]])

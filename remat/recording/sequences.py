@@ -44,13 +44,13 @@ class LengthsNotKnown(CaptureError, DynamicOutputShapeException):
 
 
 def _sizes(tensor: torch.Tensor, reader: str) -> list[int]:
-    """`_numbers` that decide how much memory is needed."""
+    """Return the values of lengths that decide how much memory is needed."""
     note_length(tensor)
     return _numbers(tensor, reader)
 
 
 def _numbers(tensor: torch.Tensor, reader: str) -> list[int]:
-    """The values of a tensor of lengths; raises LengthsNotKnown where they are not known."""
+    """Return the values of a tensor of lengths. Raises LengthsNotKnown if they are not known."""
     known = values_of(tensor)
     if known is None:
         raise LengthsNotKnown(
@@ -69,7 +69,7 @@ def _is_fake(*values: Any) -> bool:
 
 @untraced
 def _inverted(permutation: torch.Tensor | None) -> torch.Tensor | None:
-    """The inverse of a permutation: what is scattered into an empty tensor, all of which is written."""
+    """Invert a permutation, and note the values of the result if those of the permutation are known."""
     inverse = _invert(permutation)
     if inverse is not None and permutation is not None and (known := values_of(permutation)) is not None:
         with without_modes():
@@ -79,7 +79,7 @@ def _inverted(permutation: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class _Packing(torch.autograd.Function):
-    """Packing: a forward of one copy, a backward that lays the gradient into zeros."""
+    """Packs sequences: forward makes one copy, backward writes the gradient into zeros."""
 
     @staticmethod
     def forward(ctx: Any, padded: torch.Tensor, batch_sizes: torch.Tensor, sizes: list[int], batch_first: bool) -> Any:
@@ -103,7 +103,7 @@ class _Packing(torch.autograd.Function):
 
 
 def _runs_of_equal(sizes: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(first step, end, sequences) of every run of steps with equally many sequences."""
+    """Yield (first step, end, sequences) for every run of steps with equally many sequences."""
     first = 0
     for step in range(1, len(sizes) + 1):
         if step == len(sizes) or sizes[step] != sizes[first]:
@@ -148,7 +148,7 @@ def _loss_of_numbers(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """`torch.ctc_loss`, which in training too reads its lengths off tensors; the mean is over symbols, then samples."""
+    """Compute `torch.ctc_loss`, which reads its lengths off tensors; the mean is over symbols, then samples."""
     lengths = [
         read(each.reshape(-1), "`ctc_loss`") if isinstance(each, torch.Tensor) else list(each)
         for read, each in ((_numbers, input_lengths), (_sizes, target_lengths))
@@ -161,7 +161,7 @@ def _loss_of_numbers(
 
 
 def _on_fakes(original: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, in whose place `instead` runs where it is given fake tensors."""
+    """Return a function that calls `instead` on fake tensors, and `original` on others."""
 
     @traced_as(original)
     @not_begun_at
@@ -176,7 +176,7 @@ def _recurrent(name: str) -> Callable[..., Any]:
 
     @untraced
     def layer(data: torch.Tensor, state: Any, *rest: Any) -> Any:
-        """The layer; of packed sequences it is given the batch sizes before the state."""
+        """Run the layer; for packed sequences, batch sizes come before the state."""
         if isinstance(state, FakeTensor) and not state.is_floating_point():
             with without_modes():
                 state = torch.tensor(_numbers(state, f"`{name}` of packed sequences"))
@@ -198,4 +198,4 @@ def _functions_on_fakes() -> Iterator[None]:
         yield
 
 
-sequences_of_known_lengths = Shared(_functions_on_fakes)  # on fakes, what reads lengths reads known values
+sequences_of_known_lengths = Shared(_functions_on_fakes)  # on fakes, lengths are read from known values

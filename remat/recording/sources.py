@@ -45,7 +45,7 @@ _OF_SYSTEM = (
 )
 _LIBRARIES = frozenset(("torch", "numpy"))  # whose own code is not searched
 _PASSED = frozenset(("random", "secrets", "uuid", "numpy"))  # whose caller reads
-_NOBODY = _LIBRARIES | sys.stdlib_module_names | {"functorch", "remat"}  # who reads there reads for somebody else
+_NOBODY = _LIBRARIES | sys.stdlib_module_names | {"functorch", "remat"}  # their code reads on behalf of its callers
 _UNSEEN = _NOBODY - _PASSED  # ... or does not steer a forward
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}  # tables of torch's own
 DEEPEST, LONGEST = 2, 1000  # containers that are looked into
@@ -68,7 +68,8 @@ class Read:
 class Sources:
     """The values outside of the batch that the code of a model and its step may read.
 
-    generators  those that it names or keeps            has_clock  whether it names a clock, or the system's noise
+    generators  generators that it names or keeps
+    has_clock   whether it names a clock, or the system's noise
     names       global names that it uses, each with its namespace
     """
 
@@ -80,7 +81,7 @@ class Sources:
 
     @classmethod
     def of(cls, model: nn.Module, step: Callable[..., Any]) -> Sources:
-        """Those of the forwards of `model` and its parts, with all that they call, and of `step`."""
+        """Find the sources of `step`, and of the forwards of `model`, its parts and everything that they call."""
         found = cls()
         found._note(random)
         found._note(np.random)
@@ -101,7 +102,7 @@ class Sources:
                 self._note(part, kind)
 
     def _note(self, value: Any, kind: type | None = None) -> None:
-        """`value` is named in code that may run, as a method of `kind` if that is given."""
+        """Note that code names `value`, as a method of `kind` if that is given."""
         if value is random:
             value = random._inst
         elif value is np or value is np.random:
@@ -143,13 +144,13 @@ class Sources:
         return [_state_of(each) for each in self.generators.values()]
 
     def drive(self, *, high: bool, seed: int) -> None:
-        """Let generators give numbers close to one or to zero, where they can be told to, and others anew."""
+        """Set generators so that their numbers are close to one or to zero; those that cannot be set are reseeded."""
         for number, generator in enumerate(self.generators.values()):
             _drive(generator, high, seed + 100 * number)
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Put generators back to where they were."""
+        """Restore the generators afterwards."""
         before = [(each, _state_of(each)) for each in self.generators.values()]
         try:
             yield
@@ -197,7 +198,7 @@ def _is_of_library(kind: type) -> bool:
 
 @contextlib.contextmanager
 def watched(sources: Sources, within: Callable[[], bool] = lambda: True) -> Iterator[list[Read]]:
-    """The lines that read a source while it lasts and is `within`, known when it ends."""
+    """Yield a list that is filled at the end with the lines that read a source while `within` was true."""
     found: dict[Read, None] = {}
     seen: list[Read] = []
     states = sources.states()
@@ -254,14 +255,14 @@ def _home(frame: Any) -> str:
 
 
 def _outside_of(frame: Any, packages: Container[str]) -> Any:
-    """The innermost frame from `frame` outwards that is of none of `packages`; None where all are."""
+    """Return the innermost frame, from `frame` outwards, outside `packages`; None if there is none."""
     while frame is not None and _home(frame) in packages:
         frame = frame.f_back
     return frame
 
 
 def _reads_system(function: Any) -> bool:
-    """Whether a function of C reads a clock or the system's noise."""
+    """Return whether a C function reads a clock or the system's noise."""
     if function is os.urandom or getattr(function, "__module__", None) == "time":
         return True
     owner = getattr(function, "__self__", None)
@@ -297,7 +298,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two states of generators are equal."""
+    """Return whether two states of generators are equal."""
     if isinstance(left, np.ndarray):
         return bool(np.array_equal(left, right))
     with contextlib.suppress(ValueError):  # arrays in it
@@ -308,9 +309,9 @@ def same(left: Any, right: Any) -> bool:
 
 
 def _drive(generator: Any, high: bool, seed: int) -> None:
-    """Every second word of a Mersenne Twister extreme, and so every number that takes two.
+    """Set every second word of a Mersenne Twister to an extreme, and so every number made of two words.
 
-    Were all of them, who draws until a number is in a range would not end.
+    If all words were extreme, code that draws until a number is in a range would never end.
     """
     words = np.random.default_rng(seed).integers(1 << 32, size=_WORDS, dtype=np.uint32)
     words[::2] = _ONES if high else 0

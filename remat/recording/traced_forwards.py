@@ -31,8 +31,9 @@ from remat.workload.replaced_forward import ReplacedForward, own_forwards
 class TracedForwards:
     """The forwards at some paths of a model.
 
-    made     those of the step at hand, in order          running  whether one of them is under way, traced
-    inside   whether one is under way, traced or not
+    made     forwards of the present step, in order
+    running  whether a traced forward runs now
+    inside   whether a forward runs now, traced or not
     answers  see `GraphCalls`
     """
 
@@ -67,22 +68,22 @@ class TracedForwards:
         self._pass = Pass()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._pass.begin()
         self.made.clear()
 
     @property
     def own_checkpoints(self) -> int:
-        """Calls of `torch.utils.checkpoint` of the model's own, see `GraphCalls`."""
+        """Number of the model's own calls of `torch.utils.checkpoint`, see `GraphCalls`."""
         return sum(calls.own_checkpoints for calls in self._calls.values())
 
     def look(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Masks:
-        """See `GraphCalls.look`."""
+        """Return the masks of a call, see `GraphCalls.look`."""
         return self._calls[path].look(args, kwargs)
 
     @contextlib.contextmanager
     def alone(self, path: str) -> Iterator[None]:
-        """While it lasts, the forward at `path` runs, and what it calls has its own forward."""
+        """Give all other modules their own forwards while the forward at `path` runs."""
         self.inside = True
         try:
             with own_forwards(each for other, each in self._replaced.items() if other != path):
@@ -91,7 +92,7 @@ class TracedForwards:
             self.inside = False
 
     def run(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One forward, traced."""
+        """Run one forward, traced."""
         if self.made and self._pass.is_over(len(self.made) + 1):
             self.made[-1] = dataclasses.replace(self.made[-1], ended=True)
             self._pass.goes_on()
@@ -111,7 +112,7 @@ class TracedForwards:
         return outputs
 
     def _autocast(self) -> str | None:
-        """The dtype of the autocast that is on here."""
+        """Return the dtype of the active autocast; None if there is none."""
         if not torch.is_autocast_enabled(self._device_type):
             return None
         return str(torch.get_autocast_dtype(self._device_type)).removeprefix("torch.")
@@ -136,9 +137,9 @@ class ParametersSeen(Tracker):
 
 
 def outermost_calls(model: nn.Module, step: Callable[[], Any]) -> Sequence[str]:
-    """Paths of the modules of `model`, itself "" included, that `step` calls from outside of all others.
+    """List the paths of the outermost modules of `model` that `step` calls; "" is the model itself.
 
-    Those without parameters, and those whose outputs take part in no backward, are left out.
+    Modules without parameters, and those whose outputs have no gradients, are left out.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     around: list[nn.Module] = []

@@ -31,9 +31,9 @@ class TrackedCopies(InstantCopies):
 
 
 class TrackedStateCopies(TrackedCopies):
-    """Of an optimizer's state: what comes back is an operator, for the step waits for it.
+    """Copies of an optimizer's state: a fetch is an operator, since the step waits for it.
 
-    What leaves meanwhile goes the other way, and takes no longer.
+    State that leaves meanwhile goes in the other direction, and takes no longer.
     """
 
     def back(self, host: Any, offset: int, flat: Tensor) -> None:

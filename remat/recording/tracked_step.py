@@ -13,19 +13,19 @@ from remat.recording.tracker import Tracker
 
 @dataclasses.dataclass(frozen=True)
 class Tracked:
-    """A step in its steady state: what ran and was allocated from operator `first` on, and what was there before."""
+    """A step in its steady state: tracked from operator `first` on, with the bytes from before it."""
 
     tracker: Tracker
     fixed_bytes: int
     first: int
 
     def alive(self, workspace_of: Mapping[tuple[str, str], int] | None) -> np.ndarray:
-        """Bytes alive at every operator of the step, fixed bytes included."""
+        """Return the bytes alive at every operator of the step, fixed bytes included."""
         return with_workspaces(self.tracker, workspace_of)[self.first :] + self.fixed_bytes
 
 
 def track(step: FakeStep, tracker: Tracker, after_forward: Callable[[], None] | None = None) -> Tracked:
-    """Run `step` under `tracker`; where the loop holds outputs, after a step whose outputs it holds."""
+    """Run `step` under `tracker`; if the loop holds outputs, after a step whose outputs it holds."""
     fixed = sum(step.fix_state(tracker).values())
     if step.loop.holds_outputs:
         step.execute(tracker, after_forward or _nothing, _nothing)
@@ -35,7 +35,7 @@ def track(step: FakeStep, tracker: Tracker, after_forward: Callable[[], None] | 
 
 
 def with_workspaces(tracker: Tracker, workspace_of: Mapping[tuple[str, str], int] | None) -> np.ndarray:
-    """Bytes alive at every operator that `tracker` has seen, kernels' own included."""
+    """Return the bytes alive at every operator that `tracker` has seen, including workspaces."""
     alive = tracker.alive()
     if workspace_of:
         per_kind = np.array([workspace_of.get(kind.key, 0) for kind in tracker.kinds.values()], dtype=np.int64)

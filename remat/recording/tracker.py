@@ -64,8 +64,8 @@ _PLAIN = {torch.ops.aten.log_sigmoid_forward.default, torch.ops.aten.glu_backwar
 class TrackedStorage:
     """One allocation: bytes, first and last operator of its life, the operator kind that made it.
 
-    between  it came into being between two operators, and may be gone before the second
-    over     the operator after its last writes its result over it
+    between  it was made between two operators, and may end before the second
+    over     the next operator writes its result over it
     """
 
     size_bytes: int
@@ -77,7 +77,7 @@ class TrackedStorage:
 
 
 class Moment(NamedTuple):
-    """How many operators, storages, tensors saved by autograd and wrapped numbers there were."""
+    """Counts at one moment: operators, storages, tensors saved by autograd, wrapped numbers."""
 
     ops: int
     storages: int
@@ -93,7 +93,7 @@ class RecordedSpan(NamedTuple):
 
 
 class Tracker(UnseenMode):
-    """Numbers operators, and notes for every storage during which of them it is alive.
+    """Numbers operators, and notes the operators during which each storage is alive.
 
     Only operators that allocate or write are numbered: a view takes neither time nor memory.
 
@@ -111,12 +111,12 @@ class Tracker(UnseenMode):
         self._products: set[int] = set()  # ids of storages of single numbers that were multiplied in place
         self._kind_index: dict[str, int] = {}
         self._in_place = InPlace()
-        self._taken_over: TrackedStorage | None = None  # what the last operator would have written its result over
+        self._taken_over: TrackedStorage | None = None  # the storage that the last operator would have overwritten
         self._blocks: dict[Hashable, RecordedSpan] = {}
         self._ids: dict[int, int] = {}  # id of the Python storage -> index; entries die with their storage
         self._keep: dict[int, Any] = {}  # fixed storages
         self.older: dict[int, TrackedStorage] = {}  # fixed, and followed until they are gone; by id, which may be old
-        self._ends: dict[int, Any] = {}  # weak references to storages, which tell of their end
+        self._ends: dict[int, Any] = {}  # weak references to storages, which report their end
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
@@ -141,7 +141,7 @@ class Tracker(UnseenMode):
         return len(self.op_kinds)
 
     def fix(self, *values: Any) -> int:
-        """Mark all storages in `values` as fixed; returns the bytes of those not fixed before."""
+        """Mark all storages in `values` as fixed; return the bytes of those not fixed before."""
         total = 0
         for tensor in tree_leaves(values):
             if isinstance(tensor, torch.Tensor) and id(storage := tensor.untyped_storage()) not in self._ids:
@@ -151,7 +151,7 @@ class Tracker(UnseenMode):
         return total
 
     def follow_older(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the storages of `tensors` that are not fixed: from the first operator until they are gone."""
+        """Count the storages of `tensors` that are not fixed, from the first operator until they are freed."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if (key := id(storage)) not in self._ids and storage.nbytes():
@@ -160,7 +160,7 @@ class Tracker(UnseenMode):
                 self._ends[key] = weakref.ref(storage, functools.partial(self._died, key, tracked))
 
     def storage_of(self, tensor: torch.Tensor) -> int:
-        """Index of the storage that `tensor` refers to, FIXED for one that was there before."""
+        """Return the index of the storage of `tensor`; FIXED for one from before."""
         return self._ids.get(id(unwrapped(tensor).untyped_storage()), FIXED)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -190,13 +190,13 @@ class Tracker(UnseenMode):
         return out
 
     def replaced(self, tensor: torch.Tensor) -> None:
-        """Called before a tensor is given another storage (`parameter.data = ...`), for subclasses."""
+        """Let subclasses note a tensor before it gets another storage (`parameter.data = ...`)."""
 
     def note_gradient(self, parameter: torch.nn.Parameter) -> None:
-        """The gradient of `parameter` is whole, and about to be let go of."""
+        """Let subclasses note the complete gradient of `parameter` before it is freed."""
 
     def dispatched(self, op: int, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Called after every operator, for subclasses."""
+        """Let subclasses note an operator that has run."""
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
@@ -213,7 +213,7 @@ class Tracker(UnseenMode):
         self._ends[key] = weakref.ref(storage, functools.partial(self._died, key, tracked))
 
     def allocated(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A storage that comes into being between two operators."""
+        """Allocate a storage between two operators."""
         self.paused = True
         try:
             tensor = torch.empty(elements, dtype=dtype, device=device)
@@ -223,7 +223,7 @@ class Tracker(UnseenMode):
         return tensor
 
     def elsewhere(self, size_bytes: int) -> torch.Tensor:
-        """Memory that is not the device's: it is not counted."""
+        """Allocate memory outside the device, which is not counted."""
         self.paused = True
         try:
             tensor = torch.empty(size_bytes, dtype=torch.uint8)
@@ -233,7 +233,7 @@ class Tracker(UnseenMode):
         return tensor
 
     def note_copy(self, size_bytes: int) -> None:
-        """So many bytes come from the host, and the step waits for them: an operator that torch does not dispatch."""
+        """Note a copy from the host that the step waits for, as an operator that torch does not dispatch."""
         flat = {"tensor": [[size_bytes], [1], "uint8"]}
         kind = OpKind(FROM_HOST, [[flat, flat], {}], flops=0, moved_bytes=size_bytes, dtype="uint8")
         key = f"{FROM_HOST} {size_bytes}"
@@ -247,7 +247,7 @@ class Tracker(UnseenMode):
     def known(self, what: Hashable) -> Iterator[bool]:
         """Record the code within once for each value of `what`, and repeat the record afterwards; yield whether it is.
 
-        It keeps nothing that it makes, and lets go of nothing that was there before: else it is noted by itself.
+        Code whose own tensors outlive it, or that frees older ones, is recorded every time.
         """
         block = self._blocks.get(what)
         if block is not None:
@@ -261,7 +261,7 @@ class Tracker(UnseenMode):
             self._blocks[what] = block
 
     def is_closed(self, block: RecordedSpan) -> bool:
-        """Whether what `block` made is gone, and what was there before it is not."""
+        """Return whether everything that `block` made is freed, and nothing older is."""
         older = (s.death for s in self.storages[: block.begin.storages] if s.death is not None)
         newer = self.storages[block.begin.storages :]
         return all(s.death is not None for s in newer) and max(older, default=-1) < block.begin.ops
@@ -270,7 +270,7 @@ class Tracker(UnseenMode):
         return Moment(self.op_count, len(self.storages))
 
     def repeat(self, block: RecordedSpan) -> None:
-        """Note the operators and storages of `block` once more, as what happens now."""
+        """Note the operators and storages of `block` once more, as running now."""
         now = self._now()
         later = now.ops - block.begin.ops
         self.op_kinds += self.op_kinds[block.begin.ops : block.end.ops]
@@ -280,7 +280,7 @@ class Tracker(UnseenMode):
             self.storages.append(dataclasses.replace(storage, birth=birth, death=death))
 
     def _overwritten(self, op: int, func: Any, args: Any, out: Any) -> TrackedStorage | None:
-        """The storage of the first argument, if training would write the result over it; see `in_place.py`."""
+        """Return the storage of the first argument if training would write the result over it; see `in_place.py`."""
         first = args[0] if args else None
         found = self.storage_of(first) if isinstance(first, torch.Tensor) and first.layout is torch.strided else FIXED
         tracked = None if found == FIXED else self.storages[found]
@@ -323,7 +323,7 @@ class Tracker(UnseenMode):
         return sum(storage.size_bytes for storage in self.storages if storage.death is None)
 
     def alive(self, since: int = 0) -> np.ndarray:
-        """Bytes alive during each operator, of storages made by operator `since` or later."""
+        """Return the bytes alive during each operator, of storages made by operator `since` or later."""
         change = np.zeros(self.op_count + 1, dtype=np.int64)
         for storage in (*self.older.values(), *self.storages):
             if storage.birth < since:
@@ -335,13 +335,13 @@ class Tracker(UnseenMode):
 
 
 def _as_kernel(func: Any, args: Any, out: Any) -> Any:
-    """`out` as the real CPU kernel makes it, where the fake one says otherwise (seen in torch 2.13).
+    """Correct `out` to what the real CPU kernel makes, where the fake kernel differs (seen in torch 2.13).
 
-    Normalisation of 16-bit inputs with fp32 weights keeps its statistics in fp32; the gradient of layer
-    normalisation is contiguous whatever the strides of the incoming one. Some losses are reduced into the first of
-    their elements, on every device: the scalar keeps the memory of all (`ATen/native/Loss.cpp`). What folds columns
-    into an image makes a tensor like the columns and shrinks it, which keeps its memory (`Col2Im.cpp`, `Col2Im.cu`).
-    Two results of an operator are two tensors, also the gradients of an LSTM's two biases, which are equal.
+    Normalisation of 16-bit inputs with fp32 weights keeps its statistics in fp32; the gradient of layer normalisation
+    is contiguous whatever the strides of the incoming one. Some losses are reduced into the first of their elements, on
+    every device: the scalar keeps the memory of all (`ATen/native/Loss.cpp`). Folding columns into an image makes a
+    tensor like the columns and shrinks it, which keeps its memory (`Col2Im.cpp`, `Col2Im.cu`). Two results of an
+    operator are two tensors, also the gradients of an LSTM's two biases, which are equal.
     """
     if func in _REDUCED_IN_PLACE and isinstance(out, FakeTensor) and out.dim() == 0:
         elements = torch.broadcast_shapes(args[0].shape, args[1].shape)
@@ -362,7 +362,7 @@ def _as_kernel(func: Any, args: Any, out: Any) -> Any:
 
 
 def _apart(out: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`out` with another tensor in place of one that stands in it before."""
+    """Replace repeated tensors of `out` by tensors of their own."""
     again = [any(value is before for before in out[:place]) for place, value in enumerate(out)]
     return tuple(
         torch.empty_like(value) if second and isinstance(value, FakeTensor) else value
@@ -371,7 +371,7 @@ def _apart(out: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _laid_out(func: Any, args: Any, out: Any) -> Any:
-    """`out` with the strides that the real CPU kernel gives it, where the fake one says otherwise."""
+    """Correct the strides of `out` to those of the real CPU kernel, where the fake kernel differs."""
     if func in _FORMATS:
         layout = memory_format_of(args[_FORMATS[func]])
     elif func in _PLAIN:
@@ -388,7 +388,7 @@ def _laid_out(func: Any, args: Any, out: Any) -> Any:
 
 
 def _describe(value: Any) -> Any:
-    """A JSON value from which `operator_timing.py` can build an argument like `value` again."""
+    """Describe a value in JSON, so that `operator_timing.py` can build an argument like it."""
     if isinstance(value, torch.Tensor):
         return {"tensor": [list(value.shape), list(value.stride()), _name(value.dtype)]}
     if isinstance(value, (list, tuple)):
@@ -425,9 +425,9 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _as_many_heads(args: Sequence[Any]) -> list[Any]:
-    """Arguments of an attention for torch's count of its operations, keys and values with as many heads as queries.
+    """Give keys and values as many heads as queries, in the arguments with which torch counts an attention's FLOPs.
 
-    They share them in the kernel, which multiplies as often. Up to torch 2.11 the count asserts that they have as many.
+    The kernel shares them between heads, and multiplies as often. Up to torch 2.11 the count asserts equal numbers.
     """
     tensors = [value for value in args[:4] if isinstance(value, torch.Tensor) and value.dim() == 4]
     heads = max((tensor.shape[1] for tensor in tensors), default=0)

@@ -53,7 +53,7 @@ _SCATTERING = {aten.index_put_, aten._index_put_impl_, aten.index_add_, aten.sca
 
 
 def moved_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Bytes read and written by one call of `func`, which gave `out`."""
+    """Return the bytes that one call of `func` with result `out` reads and writes."""
     packet = func._overloadpacket
     if func is FUSED_KERNEL:
         return kernel(args[0]).moved_bytes
@@ -89,7 +89,7 @@ def workspace_bytes(func: Any, args: Any) -> int:
 
 
 def _named(func: Any, args: Any, kwargs: Any) -> Iterable[tuple[Any, Any]]:
-    """Arguments as the schema names them, with the values of this call."""
+    """Yield the schema's arguments with their values in this call."""
     for position, argument in enumerate(func._schema.arguments):
         if position < len(args):
             yield argument, args[position]
@@ -98,7 +98,7 @@ def _named(func: Any, args: Any, kwargs: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    """Every tensor in `values`, once."""
+    """List every tensor in `values` once."""
     return list({id(leaf): leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}.values())
 
 

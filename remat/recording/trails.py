@@ -27,7 +27,7 @@ def trail_of(tracker: Tracker, end: int | None = None) -> Trail:
 
 @functools.cache
 def _is_view(name: str) -> bool:
-    """A view of what was there before a tracker looks as if it made something."""
+    """Return whether an operator is a view; of an older tensor, it looks to a tracker like a new one."""
     operator: Any = torch.ops
     for part in name.split("."):
         operator = getattr(operator, part, None)
@@ -35,20 +35,20 @@ def _is_view(name: str) -> bool:
 
 
 def _shapes(value: Any) -> Any:
-    """Shapes of the tensors in an operator's signature: its numbers may change."""
+    """Return the shapes of the tensors in an operator's signature; its numbers may change."""
     if isinstance(value, dict):
         return tuple(value["tensor"][0]) if "tensor" in value else tuple(map(_shapes, value.values()))
     return tuple(map(_shapes, value)) if isinstance(value, (list, tuple)) else None
 
 
 def reads_of(forward: Callable[[], None], sources: Sources, within: Callable[[], bool] = lambda: True) -> list[Read]:
-    """The lines that read one of `sources` while `forward` runs and is `within`."""
+    """List the lines that read one of `sources` while `forward` runs and `within` is true."""
     with sources.kept(), watched(sources, within) as reads, contextlib.suppress(RematError):
         forward()
     return reads
 
 
 def said_of(reads: Sequence[Read]) -> str:
-    """The first few of `reads`, for a message."""
+    """List the first few of `reads`, for a message."""
     more = f" and {len(reads) - MOST_SAID} more" if len(reads) > MOST_SAID else ""
     return f"{', '.join(map(str, reads[:MOST_SAID]))}{more}"

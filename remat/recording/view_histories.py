@@ -29,7 +29,7 @@ class ViewHistories(TorchFunctionMode):
     """Renew the views that fake tensors are computed from, in forward and recomputation. May be entered again."""
 
     def __init__(self) -> None:
-        self._known = WeakTensorKeyDictionary()  # view -> its version when last seen, what stands for it since
+        self._known = WeakTensorKeyDictionary()  # view -> (its version when last seen, its replacement since)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "__get__":  # shape, dtype and the like
@@ -49,9 +49,9 @@ class ViewHistories(TorchFunctionMode):
         in_place.count("model", -1)
 
     def renewed(self, value: Any) -> Any:
-        """`value`, every view in it whose base has been written since it was first seen replaced by what stands for it.
+        """Renew the views in `value` whose base has been written since the view was first seen.
 
-        Plain containers are gone through here: `tree_map` takes ten times as long, at every call of every step.
+        Plain containers are traversed here: `tree_map` takes ten times as long, at every call of every step.
         """
         if isinstance(value, torch.Tensor):
             return self._renewed(value)

@@ -26,7 +26,7 @@ from remat.offloading.timeline import Timeline
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Another decision: what it is, the peak of the step then, and by how much the step is longer."""
+    """Another decision: its name, the peak of the step with it, and the time that it adds."""
 
     to: str
     peak_bytes: int
@@ -44,9 +44,9 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class ChangeBorder:
-    """Where a region ends, or begins, or both: before node `at`. A move is None where the space has none.
+    """The end of a region, the beginning of one, or both: before node `at`.
 
-    earlier, later  the border one segment before or behind
+    earlier, later  moves of the border by one segment; None if the space does not allow it
     """
 
     at: int
@@ -57,13 +57,13 @@ class ChangeBorder:
 
 
 def leaf_regions(regions: Sequence[Region]) -> Iterator[Region]:
-    """The regions that hold no others."""
+    """Yield the regions without inner regions."""
     for region in regions:
         yield from leaf_regions(region.inner) if region.inner else (region,)
 
 
 class Changes:
-    """The evaluator, asked about plans that differ from one plan by one decision."""
+    """Evaluates plans that differ from one plan by one decision."""
 
     def __init__(self, profile: Profile, regions: Sequence[Region], offloads: Sequence[Offload] = ()):
         self.graph, self._regions, self._offloads = profile.graph, tuple(regions), tuple(offloads)
@@ -74,7 +74,7 @@ class Changes:
 
     @functools.cached_property
     def saveable(self) -> frozenset[int]:
-        """Nodes that a region may save."""
+        """The nodes that a region may save."""
         return frozenset(saveable(self.graph))
 
     @functools.cached_property
@@ -82,17 +82,17 @@ class Changes:
         return find_space(self.graph).segments
 
     def saved_or_not(self, node: int) -> Change:
-        """Node `node` of a region saved where it is not, and not saved where it is."""
+        """Save node `node` of a region if it is recomputed, and recompute it if it is saved."""
         is_saved = any(node in region.saved for region in leaf_regions(self._regions))
         others = tuple(_toggled(region, node) for region in self._regions)
         return self._change("recomputed" if is_saved else "saved", others, self._offloads)
 
     def on_the_device(self, storages: Sequence[int]) -> Change:
-        """Offloaded `storages` kept where they are made."""
+        """Keep offloaded `storages` on the device."""
         return self._change("kept", self._regions, [each for each in self._offloads if each.storage not in storages])
 
     def recomputed(self) -> Iterator[tuple[Segment, Change]]:
-        """Every segment outside regions that may be a region, as one by itself."""
+        """Yield every segment outside regions that may be a region, as one by itself."""
         for segment in self.segments:
             if segment.plain or any(r.first < segment.end and segment.first < r.end for r in self._regions):
                 continue
@@ -100,7 +100,7 @@ class Changes:
             yield segment, self._change("recomputed", tuple(sorted((*self._regions, own))), self._offloads)
 
     def borders(self) -> tuple[ChangeBorder, ...]:
-        """Every border of a region that holds no others; those of inner regions move inside their outer one."""
+        """Return the borders of regions without inner ones; borders of inner regions move inside their outer one."""
         leaves = tuple(leaf_regions(self._regions))
         ends, begins = {region.end for region in leaves}, {region.first for region in leaves}
         found = [
@@ -119,7 +119,7 @@ class Changes:
         return next((s for s in self.segments if first == s.first or end == s.end), None)
 
     def _moved(self, at: int, over: Segment | None) -> Move | None:
-        """The border at `at` moved over a segment that touches it, where the space allows that."""
+        """Move the border at `at` over an adjacent segment; None if the space does not allow it."""
         if over is None or over.plain:
             return None
         to = over.first if over.end == at else over.end
@@ -138,7 +138,7 @@ class Changes:
         return self._judged(self._regions, self._offloads)[1]
 
     def _judged(self, regions: tuple[Region, ...], offloads: Sequence[Offload]) -> tuple[int, float]:
-        """(peak in bytes, microseconds that are added to the step)."""
+        """Return (peak in bytes, microseconds added to the step)."""
         added_us = self._memory.recompute_time_us(regions, self._op_us)
         if not offloads or self._link is None:
             return self._memory.curve(regions).peak_bytes, added_us

@@ -48,7 +48,7 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class ReportCurve:
-    """The figure. `path` joins the points of a sweep, `band` is what is known of the optimum between them."""
+    """The figure. `path` joins the points of a sweep, `band` is the range of the optimum between them."""
 
     marks: tuple[Mark, ...]
     series: tuple[Series, ...]
@@ -184,7 +184,7 @@ def _polyline(points: Sequence[Mark]) -> str:
 
 
 def _band(points: Sequence[Mark], sweep: Mapping[str, Any] | None, scale: Scale) -> str:
-    """Between neighbours: the left one's time above, what is proved of the right one below."""
+    """Draw the band between neighbours: the left one's time above, the right one's bound below."""
     if sweep is None or len(points) < 2:
         return ""
     step_us = sweep["without_checkpointing"]["step_time_us"] or 1.0
@@ -197,7 +197,7 @@ def _band(points: Sequence[Mark], sweep: Mapping[str, Any] | None, scale: Scale)
 
 
 def _bound(plan: Plan | None, scale_x: Scale, scale_y: Scale) -> tuple[float, float] | None:
-    """(budget, least added time that is proved) in percent, where a plan proves more than nothing."""
+    """Return (budget, proved least added time) in percent, if a plan proves one."""
     if plan is None or (least := least_added(plan)) is None:
         return None
     return scale_x.percent(plan.budget_bytes), scale_y.percent(least)
@@ -229,7 +229,7 @@ def _notes(material: Material) -> Iterator[str]:
 
 
 def _summary(marks: Sequence[Mark]) -> str:
-    """The figure in words."""
+    """Describe the figure in words."""
     points = [mark for mark in marks if mark.kind in ("curve", "open")]
     said = []
     if points:

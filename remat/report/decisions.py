@@ -30,12 +30,12 @@ OUTSIDE_MODULES = "outside modules"
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A node: what is decided of it, its bytes held under the plan and without one, and its times.
+    """A node: its decision, its bytes held under the plan and without one, and its times.
 
     host_bytes  of its results that are on the host in between
     again_us    of running it a second (third, ...) time
-    change      what deciding otherwise would cost; None: not asked
-    alike       how many nodes that decision is about, itself included: a segment is recomputed as a whole
+    change      cost of deciding otherwise; None: not computed
+    alike       number of nodes under the same decision, itself included: a segment is recomputed as a whole
     """
 
     index: int
@@ -52,7 +52,7 @@ class Leaf:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it neither takes time nor makes anything that lasts: a view, a placeholder."""
+        """Whether it neither takes time nor makes anything lasting: a view, a placeholder."""
         return not (self.forward_us or self.held_bytes or self.plain_bytes or self.again_us or self.host_bytes)
 
 
@@ -90,7 +90,7 @@ class DecisionBranch:
         return sum(leaf.again_us for leaf in self.leaves)
 
     def shares(self) -> list[tuple[Decision, float]]:
-        """Decisions with their share of the forward's time below this module, in percent."""
+        """Return the decisions with their share of the forward's time below this module, in percent."""
         total = self.forward_us or 1.0
         of = dict.fromkeys(DECISIONS, 0.0)
         for leaf in self.leaves:
@@ -101,7 +101,7 @@ class DecisionBranch:
 def tree_of(
     profile: Profile, regions: Sequence[Region], offloads: Sequence[Offload] = (), *, changes: int = MOST_CHANGES
 ) -> DecisionBranch:
-    """Every node under `regions` and `offloads`, below the modules that they are in."""
+    """Build the tree of every node under `regions` and `offloads`, below its modules."""
     leaves = _leaves(profile, regions, offloads)
     if changes and (regions or offloads):
         for index, change, alike in _changes(Changes(profile, regions, offloads), regions, offloads, leaves, changes):
@@ -155,7 +155,7 @@ def _decision(graph: Graph, node: int, saved: bool, again: bool, on_host: bool, 
 
 
 def _called_again(memory: Memory, regions: Sequence[Region], run_again: np.ndarray) -> set[int]:
-    """Nodes that are called a second time, those included that run no operator: views, say."""
+    """Return the nodes that are called a second time, including those without operators, such as views."""
     found = set(run_again.tolist())
     for region in leaf_regions(regions):
         count = memory.recomputed_nodes((region,))
@@ -179,7 +179,7 @@ def _held_bytes(memory: Memory, regions: Sequence[Region]) -> np.ndarray:
 def _changes(
     changes: Changes, regions: Sequence[Region], offloads: Sequence[Offload], leaves: Sequence[Leaf], most: int
 ) -> Iterator[tuple[int, Change, int]]:
-    """(node, what deciding otherwise would cost, how many nodes that is about), the largest results first."""
+    """Yield (node, cost of deciding otherwise, number of nodes concerned), the largest results first."""
     inside = [leaf for region in leaf_regions(regions) for leaf in leaves[region.first : region.end]]
     wanted = [
         leaf
@@ -204,7 +204,7 @@ def _changes(
 
 
 def _grown(placed: Sequence[tuple[str, Leaf]]) -> DecisionBranch:
-    """Leaves below the modules that their paths name."""
+    """Place leaves below the modules in their paths."""
     below: dict[str, dict[str, Leaf | None]] = {"": {}}  # path -> its parts in order; None is a module of that name
 
     def module(path: str) -> None:

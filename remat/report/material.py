@@ -37,7 +37,7 @@ class Material:
     others      more plans for the same step, by the name of their file
     profile     the step itself, in the form that the plan runs it; None if it cannot be recorded here
     regions, offloads  of the plan, in the graph of `profile`
-    sweep, comparison, validation, timeline  documents that commands wrote; None where there is none
+    sweep, comparison, validation, timeline  documents that commands wrote; None if there is none
     levers      of `advise`; None if they were not asked for
     """
 
@@ -61,12 +61,12 @@ class Material:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of the host's memory that the plan's offloads take."""
+        """The bytes of host memory that the plan's offloads take."""
         return self.plan.host_bytes if self.plan is not None else 0
 
     @property
     def about(self) -> dict[str, Any]:
-        """Of the step: workload, batch size, precision, versions."""
+        """Facts about the step: workload, batch size, precision, versions."""
         if self.plan is not None:
             return self.plan.about
         assert self.profile is not None
@@ -104,7 +104,7 @@ def kind_of(document: object, where: str) -> Kind:
 
 
 def require_same_step(material: Material, kind: Kind, document: Mapping[str, Any], where: str) -> None:
-    """Raise UsageError where a document is about another step than the plan."""
+    """Raise UsageError if a document is about another step than the plan."""
     if kind == "validation":  # it names device and batch of the run, which may be smaller than planned
         return
     wanted = {"model": material.about["workload"], "target": material.target}

@@ -39,7 +39,7 @@ TEMPLATE, STYLE, SCRIPT = "page.html.j2", "page.css", "page.js"
 
 @dataclasses.dataclass(frozen=True)
 class BorderRow:
-    """A border of a region: what it is, the node behind it, and what it would cost to have it elsewhere."""
+    """A border of a region: its name, the node behind it, and the cost of moving it."""
 
     what: str
     at: str
@@ -52,7 +52,7 @@ class Page:
     """The content of the template; a part that is None or empty is left out.
 
     strip    (decision, begin, length) of neighbouring nodes, in parts of 10,000 of the forward's time
-    decided  (decision, bytes held, nodes)      opened  paths of the modules that are open at first
+    decided  (decision, bytes held, nodes)      opened  paths of the modules that are expanded at first
     """
 
     answer: PlanAnswer
@@ -97,7 +97,7 @@ class Page:
 
 
 def rendered(page: Page) -> str:
-    """The page as text, at most `MOST_BYTES` long where leaving out the rows of nodes can bring it there."""
+    """Render the page as text; rows of nodes are left out if it exceeds `MOST_BYTES` with them."""
     text = _template().render(page=page)
     if page.shows_nodes and len(text.encode()) > MOST_BYTES:
         text = _template().render(page=_without_nodes(page))
@@ -154,7 +154,7 @@ def _tree(material: Material) -> DecisionBranch | None:
 
 
 def _is_of_nodes(material: Material) -> bool:
-    """Whether the plan's decisions are those that `Changes` asks about."""
+    """Return whether the plan decides about nodes, as `Changes` does."""
     return material.plan is not None and material.plan.execution == "eager"
 
 
@@ -176,7 +176,7 @@ def _tree_notes(material: Material, tree: DecisionBranch | None) -> list[str]:
 
 
 def _borders(material: Material) -> Iterator[BorderRow]:
-    """Every border of the plan's regions with the price of moving it."""
+    """Yield every border of the plan's regions with the price of moving it."""
     if material.profile is None or not _is_of_nodes(material):
         return
     nodes = material.profile.graph.nodes
@@ -241,7 +241,7 @@ def _strip_summary(tree: DecisionBranch | None) -> str:
 
 
 def _opened(tree: DecisionBranch | None) -> frozenset[str]:
-    """Modules that are open at first: from the top, as long as no more than so many rows are there."""
+    """Return the modules that are expanded at first: from the top, until there are too many rows."""
     opened: set[str] = set()
     level = [part for part in tree.parts if isinstance(part, DecisionBranch)] if tree is not None else []
     rows = len(level)
@@ -263,7 +263,7 @@ def _has_modules(branch: DecisionBranch) -> bool:
 
 
 def _data(step: ReportStep | None, tree: DecisionBranch | None, places: Sequence[tuple[int, int]]) -> Markup:
-    """The numbers of the script as JSON that no reader of HTML takes for anything else."""
+    """Format the script's numbers as JSON that HTML cannot misread."""
     found: dict[str, Any] = {}
     if step is not None and tree is not None:
         leaves = sorted(_named(tree), key=lambda pair: pair[0])
@@ -327,17 +327,17 @@ def _coded(text: str) -> Markup:
 
 
 def _some(size_bytes: int) -> str:
-    """Bytes, a dash where there are none."""
+    """Format bytes, with a dash for none."""
     return gib(size_bytes) if size_bytes else "-"
 
 
 def _hue(number: int) -> int:
-    """The colour of a series: the curve's own is 0, the others take turns."""
+    """Return the colour of a series: the curve's own is 0, the others take turns."""
     return (number - 1) % HUES + 1 if number > 0 else number
 
 
 def _us(time_us: float) -> str:
-    """A short time, a dash where there is none."""
+    """Format a short time, with a dash for none."""
     if time_us < 0.05:
         return "-"
     return f"{time_us:.0f} us" if time_us < 1000 else ms(time_us)

@@ -20,7 +20,7 @@ COMPILED = ("inductor", "aot_eager")
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """A row: what, how much, and what that means."""
+    """A row: its name, its value, and the meaning."""
 
     name: str
     value: str
@@ -29,7 +29,7 @@ class Fact:
 
 @dataclasses.dataclass(frozen=True)
 class NextStep:
-    """Something to change: what it gives, and the command that does it or finds out."""
+    """A suggested change: its gain, and the command that makes or tests it."""
 
     what: str
     gain: str
@@ -95,7 +95,7 @@ def _limits(material: Material, plan: Plan) -> Iterator[Fact]:
 
 
 def added_at(sweep: Mapping[str, Any], budget_bytes: float) -> float | None:
-    """Added time by the curve at a budget, between its points; None outside of it."""
+    """Return the curve's added time at a budget, interpolated between points; None outside."""
     points = [(point["peak_bytes"], point["overhead"]) for point in sweep["points"]]
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if x0 <= budget_bytes <= x1:
@@ -198,5 +198,5 @@ def _validated(found: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def compared(comparison: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
-    """The rows of a comparison, best first."""
+    """Return the rows of a comparison, best first."""
     return list(comparison["rows"]) if comparison is not None else []

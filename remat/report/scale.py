@@ -37,11 +37,11 @@ class Scale:
         return round(100 * min(max(share, 0.0), 1.0), 3)
 
     def part(self, value: float) -> int:
-        """The same in parts of `SIDE`."""
+        """Return the place of `value` in parts of `SIDE`."""
         return round(self.percent(value) * SIDE / 100)
 
     def ticks(self, unit: float, suffix: str, about: int = 5) -> tuple[Tick, ...]:
-        """Round multiples of `unit`, some `about` of them."""
+        """Return round multiples of `unit`, about `about` of them."""
         step = nice_step((self.most - self.least) / unit, about)
         first = math.ceil(self.least / unit / step - 1e-9)
         last = math.floor(self.most / unit / step + 1e-9)
@@ -52,7 +52,7 @@ class Scale:
 
 
 def nice_step(span: float, about: int) -> float:
-    """The round step that divides `span` into `about` parts or fewer."""
+    """Return the smallest round step that divides `span` into at most about `about` parts."""
     raw = max(span, 1e-9) / max(about, 1)
     power = 10.0 ** math.floor(math.log10(raw))
     return next(power * step for step in _STEPS if power * step >= raw * (1 - 1e-9))
@@ -67,12 +67,12 @@ def unit_of(most_bytes: float) -> tuple[int, str]:
 
 
 def area(begins: Sequence[int], tops: Sequence[int]) -> str:
-    """SVG path of a stepped area from the floor: `tops[i]` holds from `begins[i]` to the next one. Parts of `SIDE`."""
+    """Return the SVG path of a stepped area: `tops[i]` holds from `begins[i]` to the next one, in parts of `SIDE`."""
     return f"M{begins[0] if begins else 0} {SIDE}{_steps(begins, tops)}H{SIDE}V{SIDE}Z"
 
 
 def line(begins: Sequence[int], tops: Sequence[int]) -> str:
-    """SVG path of the upper edge of such an area alone."""
+    """Return the SVG path of such an area's upper edge."""
     return f"M{begins[0]} {SIDE - tops[0]}{_steps(begins, tops)}H{SIDE}" if begins else ""
 
 

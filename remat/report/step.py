@@ -28,7 +28,7 @@ COLUMNS = 900
 ROWS = 16  # of the table
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER, OUT, BACK = range(6)
 PHASES = ("forward", "recomputation", "backward", "optimizer")
-LASTING = (  # categories in the order in which they are stacked: what lasts at the bottom
+LASTING = (  # categories in the order of the stack: lasting ones at the bottom
     *("parameters", "buffers", "optimizer state", "running average", "gradient buckets", "batch", "numbers"),
     *("library workspaces", "gathered shards", "gradients", "activations", "recomputed activations"),
     *("logits and loss", "temporaries of backward", "temporaries of the optimizer", "workspaces"),
@@ -37,7 +37,7 @@ LASTING = (  # categories in the order in which they are stacked: what lasts at 
 
 @dataclasses.dataclass(frozen=True)
 class Category:
-    """One layer of the figure: the edge that it and all below it reach, and its bytes at the peak."""
+    """One category in the figure: the edge of the stack up to it, and its bytes at the peak."""
 
     name: str
     slug: str
@@ -57,7 +57,7 @@ class Level:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A stretch of time in percent: where it begins, how long it is."""
+    """A stretch of time in percent: its begin and its length."""
 
     begin: float
     length: float
@@ -66,10 +66,10 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class ReportStep:
-    """The figure, its table, and what the script needs to link it with the rest of the page.
+    """The figure, its table, and the data that links it with the rest of the page.
 
     columns  per column: time in parts of 10,000, phase, node (-1: none), and KiB by category
-    spans    per node: (begin, end, phase), times in parts of 10,000; of what it makes, copies are phases too
+    spans    per node: (begin, end, phase), times in parts of 10,000; copies of its results are phases too
     lanes    copies to the host and back: name of the lane, and its spans
     copied   a row for each storage that is copied
     """
@@ -97,7 +97,7 @@ class ReportStep:
 
 
 def step_of(material: Material) -> ReportStep | None:
-    """The figure; None where the step is not at hand."""
+    """Make the figure; None if the step is not at hand."""
     profile = material.profile
     if profile is None:
         return None
@@ -146,7 +146,7 @@ def step_of(material: Material) -> ReportStep | None:
 
 
 def slug_of(name: str) -> str:
-    """A category as the name of a style."""
+    """Turn a category into the name of a style."""
     return "".join(letter if letter.isalnum() else "-" for letter in name)
 
 
@@ -171,13 +171,13 @@ def _levels(material: Material, made: StepTimeline) -> list[tuple[str, str, int]
 
 
 def _is_full_size(material: Material) -> bool:
-    """Whether what was measured is the step that was planned, not a smaller one."""
+    """Return whether the measured step is the planned one, not a smaller one."""
     validation = material.validation or {}
     return all(validation.get(name) == material.about.get(name) for name in ("batch_size", "seq_len"))
 
 
 def _categories(made: StepTimeline, names: Sequence[str], begins: list[int], y: Scale, at: int) -> Iterator[Category]:
-    """Every category with the edge that it reaches, bottom first; each hides all of those below but its own share."""
+    """Yield every category with its edge, bottom first; drawn in reverse, each area covers a part of the last."""
     edge = np.zeros(len(begins))
     for name in names:
         edge = edge + made.parts[name]
@@ -186,7 +186,7 @@ def _categories(made: StepTimeline, names: Sequence[str], begins: list[int], y: 
 
 
 def _stretches(flags: np.ndarray, ends: np.ndarray, x: Scale) -> Iterator[Span]:
-    """Neighbouring moments that `flags` names, as one."""
+    """Yield runs of moments that `flags` marks, as spans."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(np.int8), [0]])))
     for first, end in edges.reshape(-1, 2).tolist():
         begin = x.percent(float(ends[first - 1])) if first else 0.0
@@ -194,7 +194,7 @@ def _stretches(flags: np.ndarray, ends: np.ndarray, x: Scale) -> Iterator[Span]:
 
 
 def _measured(material: Material, y: Scale) -> str:
-    """The measured moments on the predicted time: two clocks need not agree, shapes can be compared."""
+    """Draw the measured moments on the predicted time, to compare shapes where the clocks differ."""
     measured = (material.timeline or {}).get("measured")
     if not measured or not measured["time_us"]:
         return ""
@@ -252,7 +252,7 @@ def _copies_summary(moved: Sequence[CopyTimes]) -> list[str]:
 
 
 def _table(made: StepTimeline, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """The highest moment in each of so many equal stretches of the step."""
+    """Yield the highest moment in each of `ROWS` equal stretches of the step."""
     total, end = made.alive_bytes, float(made.time_us[-1]) or 1.0
     for number in range(ROWS):
         inside = (made.time_us >= end * number / ROWS) & (made.time_us <= end * (number + 1) / ROWS)

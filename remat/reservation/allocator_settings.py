@@ -30,12 +30,12 @@ _NO_MATTER = (
 
 @dataclasses.dataclass(frozen=True)
 class AllocatorSettings:
-    """The defaults are PyTorch's.
+    """The settings that decide reserved bytes; the defaults are PyTorch's.
 
     max_split_size_bytes      blocks of at least this size are not split; None: all are
-    large_segment_bytes       of a segment for requests between 1 and 10 MiB, and of a page of expandable segments
-    roundup_power2_divisions  into how many parts the range between two powers of two is divided, for sizes below
-                              2 MiB, 4 MiB, ..., 32 GiB and above; up to 1: sizes are rounded to 512 bytes
+    large_segment_bytes       size of a segment for requests between 1 and 10 MiB, and of a page of expandable segments
+    roundup_power2_divisions  number of parts of the range between two powers of two, for sizes below 2 MiB, 4 MiB, ...,
+                              32 GiB and above; up to 1: sizes are rounded to 512 bytes
     """
 
     expandable_segments: bool = False
@@ -46,7 +46,7 @@ class AllocatorSettings:
 
     @staticmethod
     def parse(text: str) -> AllocatorSettings:
-        """The settings that PyTorch reads in `text`; raises UsageError for what it refuses, or is not simulated."""
+        """Parse settings as PyTorch does. Raises UsageError for those that it refuses, or that are not simulated."""
         text = re.sub(r"\s", "", text).rstrip(",")
         found: dict[str, str] = {}
         at = 0
@@ -60,7 +60,7 @@ class AllocatorSettings:
 
     @staticmethod
     def from_environment(environment: Mapping[str, str] = os.environ) -> AllocatorSettings:
-        """The settings that a training script started from here would run with."""
+        """Return the settings of a training script started from here."""
         return AllocatorSettings.parse(next((environment[name] for name in VARIABLES if environment.get(name)), ""))
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class AllocatorSettings:
         return ",".join(parts)
 
     def rounded(self, size: int) -> int:
-        """Bytes of the smallest block for a request of `size`."""
+        """Return the bytes of the smallest block for a request of `size`."""
         if size < SMALLEST_BLOCK:
             return SMALLEST_BLOCK
         divisions = self.roundup_power2_divisions[min(max(size.bit_length() - 21, 0), _INTERVALS - 1)]
@@ -95,7 +95,7 @@ _SIZES = {
 
 
 def _setting(name: str, value: str) -> list[tuple[str, Any]]:
-    """The field that `name` sets, if any, and to what."""
+    """Return the field that `name` sets, if any, with its value."""
     if name in _SIZES:
         size = _number(name, value) * MIB
         least = 2 if name == "large_segment_size_mb" else 20
@@ -126,7 +126,7 @@ def _number(name: str, value: str) -> int:
 
 
 def _divisions(value: str) -> tuple[int, ...]:
-    """`4`, or `[256:1,512:2,1024:4,>:8]`: a number of divisions from each size in MiB on."""
+    """Parse `4`, or `[256:1,512:2,1024:4,>:8]`: a number of divisions from each size in MiB on."""
     name = "roundup_power2_divisions"
     if not value.startswith("["):
         return (_power_of_two(value, name),) * _INTERVALS

@@ -65,7 +65,7 @@ class CardFull(MemoryError):
 class Block:
     """A piece of a segment.
 
-    begin   where its segment begins, of an expandable one; None in any other
+    begin   address of its segment if it is expandable; else None
     mapped  False for address space of an expandable segment without memory behind it
     """
 
@@ -114,10 +114,10 @@ class _Pool:
 class CachingAllocator:
     """The allocator of one card.
 
-    requested_bytes, allocated_bytes, reserved_bytes  now; with `peak_` the most so far
-    retries  how often cached memory had to be given back for a request to succeed
+    requested_bytes, allocated_bytes, reserved_bytes  present counts; with `peak_` the maximum so far
+    retries  number of requests for which cached memory had to be given back
 
-    capacity_bytes  what the card can give, None without limit
+    capacity_bytes  bytes that the card can give, None without limit
     """
 
     def __init__(self, settings: AllocatorSettings | None = None, capacity_bytes: int | None = None):
@@ -130,7 +130,7 @@ class CachingAllocator:
         self._next_address = SEGMENT_ROUNDING
 
     def malloc(self, size_bytes: int) -> Block:
-        """A block for a request of `size_bytes` > 0. Raises CardFull."""
+        """Allocate a block for a request of `size_bytes` > 0. Raises CardFull."""
         size = self.settings.rounded(size_bytes)
         pool = self._small if size <= SMALL_REQUEST else self._large
         block = self._best_fit(pool, size) or self._from_card(pool, size)
@@ -154,7 +154,7 @@ class CachingAllocator:
         block.pool.add(block)
 
     def empty_cache(self) -> None:
-        """Give back to the card what is free as a whole. (Rule 7)"""
+        """Give entirely free segments back to the card. (Rule 7)"""
         for pool in (self._large, self._small):
             for _, _, block in list(pool.free):
                 if block.begin is not None:
@@ -167,7 +167,7 @@ class CachingAllocator:
         return Levels(self.requested_bytes, self.allocated_bytes, self.reserved_bytes)
 
     def reset_peaks(self) -> None:
-        """Peaks count from now on."""
+        """Count peaks from now on."""
         self.peak_requested_bytes = self.requested_bytes
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
@@ -214,7 +214,7 @@ class CachingAllocator:
 
     @staticmethod
     def _merge(block: Block) -> None:
-        """Let `block`, which is in no pool, take in neighbours that are free and, as it is, mapped or not."""
+        """Merge `block`, which is in no pool, with free neighbours that are mapped or unmapped as it is."""
         before, after = block.previous, block.next
         if before is not None and before.free and before.mapped == block.mapped:
             before.pool.take_out(before)
@@ -287,7 +287,7 @@ class CachingAllocator:
         return SMALL_SEGMENT if pool.small else self.settings.large_segment_bytes
 
     def _expanded(self, pool: _Pool, size: int) -> Block | None:
-        """A free block of at least `size` at the lowest address that allows it. (Rule 6)"""
+        """Return a free block of at least `size` at the lowest possible address. (Rule 6)"""
         block = self._expandable(pool, size)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
@@ -301,7 +301,7 @@ class CachingAllocator:
         return block
 
     def _expandable(self, pool: _Pool, size: int) -> Block:
-        """Find free and unmapped blocks in a row with room for `size`; a new segment if there are none."""
+        """Find adjacent free and unmapped blocks with room for `size`; a new segment if there are none."""
         for _, start in pool.unmapped:
             before = start.previous
             found = before if before is not None and before.free else start
@@ -365,9 +365,9 @@ class CachingAllocator:
 def replayed(
     events: Iterable[Event], settings: AllocatorSettings | None = None, capacity_bytes: int | None = None
 ) -> list[Levels | None]:
-    """The counts after every event: ("m", id, bytes) requests, ("f", id) releases, ("e",) empties the cache.
+    """Return the counts after every event: ("m", id, bytes) requests, ("f", id) releases, ("e",) empties the cache.
 
-    None where a request is refused; its release then does nothing.
+    The count is None if a request is refused; its release then does nothing.
     """
     allocator, held, found = CachingAllocator(settings, capacity_bytes), dict[int, Block](), list[Levels | None]()
     for event in events:

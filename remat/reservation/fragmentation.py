@@ -49,7 +49,7 @@ CONTEXT_BYTES = 600 * MIB
 class Footprint:
     """Peaks of a step in the steady state, in bytes, under `settings` of the allocator.
 
-    steps  how many steps it took until nothing more was reserved
+    steps  number of steps until nothing more was reserved
     """
 
     requested_bytes: int
@@ -62,7 +62,7 @@ class Footprint:
         return cast(AllocatorPeaks, dataclasses.asdict(self))
 
     def with_more(self, size_bytes: int) -> Footprint:
-        """Add as many bytes to each: those that the lives do not show."""
+        """Add as many bytes to each: those that the recorded lives do not contain."""
         more = {name: getattr(self, name) + size_bytes for name in ("requested_bytes", "allocated_bytes")}
         return dataclasses.replace(self, **more, reserved_bytes=self.reserved_bytes + size_bytes)
 
@@ -73,7 +73,7 @@ def footprint(
     settings: AllocatorSettings | None = None,
     allocator: CachingAllocator | None = None,
 ) -> Footprint:
-    """Simulate the step of `memory` under `regions` until it is steady; `allocator` is an empty one to feed."""
+    """Simulate the step of `memory` under `regions` until it is steady, on `allocator` if given, which is empty."""
     allocator = allocator or CachingAllocator(settings)
     step = _Step(memory, regions)
     graph = memory.graph
@@ -91,7 +91,7 @@ def footprint(
 
 
 def assumed_settings(target: Target, text: str | None) -> AllocatorSettings | None:
-    """The settings that a prediction for `target` assumes: `text`, or the environment's; None where there is no CUDA.
+    """Return the settings that a prediction for `target` assumes: `text`, or the environment's; None off CUDA.
 
     Raises UsageError for settings that are not simulated.
     """
@@ -101,7 +101,7 @@ def assumed_settings(target: Target, text: str | None) -> AllocatorSettings | No
 
 
 def footprints(memory: Memory, regions: Sequence[Region], settings: AllocatorSettings) -> tuple[Footprint, Footprint]:
-    """Under `settings`, and under the same with expandable segments, or without."""
+    """Simulate footprints under `settings`, and with expandable segments switched."""
     other = dataclasses.replace(settings, expandable_segments=not settings.expandable_segments)
     return footprint(memory, regions, settings), footprint(memory, regions, other)
 
@@ -110,7 +110,7 @@ def footprints(memory: Memory, regions: Sequence[Region], settings: AllocatorSet
 
 
 def before_first_step(graph: Graph) -> Iterator[int]:
-    """Sizes of what is there before the first step, in the order in which it is made."""
+    """Yield the sizes of what exists before the first step, in the order in which it is allocated."""
     fixed, threads = graph.fixed_bytes, threads_that_multiply(graph)
     one_by_one = {
         LIBRARY_WORKSPACES: threads * [fixed.get(LIBRARY_WORKSPACES, 0) // max(threads, 1)],
@@ -124,13 +124,13 @@ def before_first_step(graph: Graph) -> Iterator[int]:
 
 
 def states(graph: Graph) -> list[int]:
-    """Sizes of the optimizer's state, parameter by parameter."""
+    """List the sizes of the optimizer's state, parameter by parameter."""
     sizes = [size for p in graph.parameters for size in p.state_tensors or (p.state_bytes,)]
     return list(_shared_out(graph.fixed_bytes.get(OPTIMIZER_STATE, 0), sizes))
 
 
 def _shared_out(total: int, sizes: Iterable[int]) -> Iterator[int]:
-    """`total` in pieces of these sizes, or in their proportion (one rank's share); the rest is one piece more."""
+    """Yield `total` in pieces of these sizes, or in their proportion (one rank's share), then the rest."""
     sizes = [size for size in sizes if size]
     whole = sum(sizes)
     if whole > total:
@@ -164,7 +164,7 @@ class _Step:
         self._workspace = {at: parts for at, (_, parts) in requests.items()}
         copying = np.array([*self._copies], dtype=np.int64)
         first = _first_products(graph, lives)
-        # What the loop holds of the step before is there when this one begins, in a block of its own.
+        # Outputs of the step before exist when this one begins, in blocks of their own.
         until = np.array([until for _, until in graph.held_outputs], dtype=np.int64)
         held = len(lives.size_bytes) + np.arange(len(until))
         begun = np.full(len(held), -1)
@@ -185,9 +185,9 @@ class _Step:
         self._library_bytes = graph.fixed_bytes.get(LIBRARY_WORKSPACES, 0) // max(len(first), 1)
 
     def execute(self, allocator: CachingAllocator, state: Iterable[int] = (), *, is_first: bool = False) -> None:
-        """Feed it to `allocator`; `state` is made when the optimizer begins, and stays.
+        """Run the step on `allocator`; `state` is allocated when the optimizer begins, and stays.
 
-        is_first  whether libraries take their workspaces in it
+        is_first  whether libraries allocate their workspaces in it
         """
         held: dict[int, Block] = {}
         library_bytes = self._library_bytes if is_first else 0
@@ -217,19 +217,19 @@ class _Step:
 
 
 def _requests(kind: OpKind, workspace_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(copies of arguments, what else a kernel works in), in order."""
+    """Return (copies of arguments, other parts of the workspace) of a kernel, in order."""
     copies = copies_of(kind)
     rest = workspace_bytes - sum(copies)
     return (copies, parts_of(kind, rest) if rest else ()) if rest >= 0 else ((), (workspace_bytes,))
 
 
 def _is_any_of(graph: Graph, names: frozenset[str]) -> np.ndarray:
-    """Mark the operators of the step that are one of these."""
+    """Mark the operators of the step with one of these names."""
     return np.array([kind.name in names for kind in graph.kinds], dtype=bool)[np.asarray(graph.op_kind)]
 
 
 def _written_over(graph: Graph, lives: Lives, real: np.ndarray) -> dict[int, int]:
-    """Results that are written over an argument: life -> the life whose block it has, which ends right before."""
+    """Return results that overwrite an argument: life -> the life whose block it takes, which ends right before."""
     ended = real[graph.storages.over[lives.storage[real]] == 1]
     before = {(int(lives.death[life]), int(lives.size_bytes[life])): life for life in ended.tolist()}
     found = ((life, (int(lives.birth[life]) - 1, int(lives.size_bytes[life]))) for life in real.tolist())

@@ -19,34 +19,34 @@ _BLOCK_BYTES = 512  # partial results are those of whole blocks of threads
 
 
 def parts_of(kind: OpKind, size_bytes: int) -> tuple[int, ...]:
-    """`size_bytes`, as a kernel of this kind asks for them, in order."""
+    """Divide `size_bytes` into the requests that a kernel of this kind makes, in order."""
     family = next((parts for name, parts in _FAMILIES.items() if kind.name.startswith(name)), None)
     parts = () if family is None else family(kind, size_bytes)
     return parts if parts and min(parts) > 0 else (size_bytes,)
 
 
 def _flash_attention_backward(kind: OpKind, size_bytes: int) -> tuple[int, ...]:
-    """`softmax_d`, then `dq_accum` and what else there is."""
+    """Return the bytes of `softmax_d`, then of `dq_accum` and the rest."""
     batch, heads, length, _ = argument(kind, 1).shape
     first = batch * heads * -(-length // _ROWS) * _ROWS * _FLOAT_BYTES
     return first, size_bytes - first
 
 
 def _efficient_attention_backward(kind: OpKind, size_bytes: int) -> tuple[int, ...]:
-    """`delta`, then blocks of dq, dk and dv."""
+    """Return the bytes of `delta`, then of blocks of dq, dk and dv."""
     query = argument(kind, 1)
     delta = query.numel // query.shape[-1] * _FLOAT_BYTES
     return delta, size_bytes - delta
 
 
 def _sum(kind: OpKind, size_bytes: int) -> tuple[int, ...]:
-    """Partial results, then a semaphore for each block."""
+    """Return the bytes of partial results, then of a semaphore for each block."""
     semaphores = size_bytes % _BLOCK_BYTES
     return size_bytes - semaphores, semaphores
 
 
 def _embedding_backward(kind: OpKind, size_bytes: int) -> tuple[int, ...]:
-    """Columns of indices, then a row for each partial segment."""
+    """Return the bytes of columns of indices, then of a row for each partial segment."""
     gradient, count = argument(kind, 0), argument(kind, 1).numel
     partial = count // _EMBEDDING_ROWS + min(count, int(kind.signature[0][2]))
     rows, last, column = partial * gradient.shape[-1] * _FLOAT_BYTES, partial * _INDEX_BYTES, count * _INDEX_BYTES

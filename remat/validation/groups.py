@@ -38,7 +38,7 @@ _SMALL = 0.01  # of the largest gradient: smaller ones may be noise
 
 @dataclasses.dataclass
 class _GroupDistances:
-    """Of what has one shape in all runs of a group, as squares of Euclidean norms; and of how many numbers."""
+    """Squared norms of distances over all equally shaped tensors in runs of a group, and their number of values."""
 
     fused: float = 0.0
     one_by_one: float = 0.0
@@ -69,12 +69,12 @@ class GroupsSeen:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """By what a group does, the largest ratio of the two distances among its results and gradients."""
+        """The largest ratio of both distances among a group's results and gradients, by the group's text."""
         return {text: max(each.ratio for each in found.values()) for text, found in self._found.items() if found}
 
     @property
     def not_finite(self) -> list[str]:
-        """The groups of which nothing could be compared: in float64 none of it is finite."""
+        """The groups without any comparable number: in float64 none is finite."""
         return [text for text, found in self._found.items() if not found]
 
     @property
@@ -82,7 +82,7 @@ class GroupsSeen:
         return [text for text, found in self._found.items() if any(each.is_too_far for each in found.values())]
 
     def __call__(self, group: FusedGroup, ran: Ran) -> None:
-        """Compare what `group` gave with the nodes one by one, and both with float64."""
+        """Compare the results of `group` with the nodes run one by one, and both with float64."""
         kind = ran.results[0].device.type
         with self._unseen():
             with torch.autocast(kind, ran.autocast, enabled=bool(ran.autocast)):
@@ -100,7 +100,7 @@ class GroupsSeen:
 def far_from(
     untouched: Sequence[Tensor | None], fused: Sequence[Tensor | None], names: Sequence[str], narrow: bool
 ) -> list[str]:
-    """Parameters whose gradients are so far from the eager baseline's that no rounding explains it.
+    """List parameters whose gradients are too far from the eager baseline's to be explained by rounding.
 
     narrow  whether the step rounds to 16 bits
     """
@@ -136,7 +136,7 @@ def _without_casts(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _run(module: Callable[..., Any], given: Sequence[Any], gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Results and gradients of the inputs that have one, one after the other."""
+    """Return the results, followed by the gradients of the inputs that have one."""
     inputs = [
         value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value for value in given
     ]

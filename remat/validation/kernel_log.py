@@ -33,13 +33,13 @@ _ALLOCATING = {
 class KernelLog(UnseenMode):
     """Writes down every operator that computes with floating-point numbers, except while paused.
 
-    Views compute nothing, nor does what only allocates: in torch 2.11 a checkpoint makes two tensors without elements.
+    Views compute nothing, nor do allocations: in torch 2.11 a checkpoint makes two tensors without elements.
 
-    Integers and booleans are bookkeeping: in eager mode a library may look at its data (is anything padded?)
-    where under capture it gets the answer.
+    Integers and booleans are bookkeeping: in eager mode a library may read its data (is anything padded?), while under
+    capture it gets the answer.
 
-    Dynamo hands a graph numbers that Python draws (`random.uniform`) as tensors on the host. They are written as the
-    numbers that they are, and their operators as those of numbers.
+    Dynamo hands a graph numbers that Python draws (`random.uniform`) as tensors on the host. They are written as
+    numbers, and their operators as those of numbers.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class KernelLog(UnseenMode):
 
 
 def _keeps_books(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
-    """Whether an operator makes constants of nothing, or only casts to a type without fractions.
+    """Return whether an operator only makes constants, or casts to a type without fractions.
 
     Or hands a graph a number of the model that is left open: Dynamo passes a float in as a tensor on the host.
     """
@@ -97,7 +97,7 @@ def _described(func: Any, args: Any, kwargs: Any) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number, or a number on the host as Dynamo hands it to a graph."""
+    """Return whether `value` is a number, or a number on the host as Dynamo hands it to a graph."""
     return type(value) in (int, float) or _is_handed(value)
 
 
@@ -119,7 +119,7 @@ def _value(value: Any) -> str:
 
 
 def without_heads(untouched: Sequence[str], planned: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The kernels of both steps without those of loss heads, which the planned one runs in slices, unseen.
+    """Drop the kernels of loss heads from both steps; the planned one runs them in slices, unseen.
 
     They are stretches that only the eager baseline has: from the product that makes the logits to the backward of the
     loss, and, apart from it, casts of the weight and of its gradient. In place of the former the planned step may
@@ -142,13 +142,13 @@ def _selects(kernel: str) -> bool:
 
 
 def kernel_differences(untouched: Sequence[str], planned: Sequence[str]) -> tuple[str, ...]:
-    """The first few differences, one sentence each; empty if there are none."""
+    """List the first few differences, one sentence each; empty if there are none."""
     begin = next((i for i, (a, b) in enumerate(zip(untouched, planned, strict=False)) if a != b), None)
     if begin is None:
         if len(untouched) == len(planned):
             return ()
         begin = min(len(untouched), len(planned))
-    left, right = untouched[begin : begin + 500], planned[begin : begin + 500]  # what follows is a consequence
+    left, right = untouched[begin : begin + 500], planned[begin : begin + 500]  # the rest is a consequence
     found = []
     for tag, a, b, c, d in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
         if tag != "equal":

@@ -27,7 +27,7 @@ def measure_plans(
     on_strategy: Callable[[str], None] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
-    """Validate every plan that fits, all of them at one size: the largest that this device bears for each."""
+    """Validate every plan that fits, all at one size: the largest at which this device can run each."""
     # The longest step first, which is the likeliest to need a smaller size than the others.
     fitting = [row for row in reversed(comparison.rows) if row.fits]
     reports, failures, interrupted = _validated(fitting, workload, on_strategy or (lambda name: None), on_progress)
@@ -43,7 +43,7 @@ def measure_plans(
 
 
 def _measured_by(name: str, report: Report) -> dict[str, int]:
-    """Peak and time of the step under the strategy `name`: of the untouched one where that is what people run."""
+    """Return peak and time of the step under the strategy `name`; without a plan, those of the eager baseline."""
     found = report.untouched if name == WITHOUT and report.untouched["fits"] else report.measured
     return {key: found[key] for key in MEASURED}
 
@@ -59,7 +59,7 @@ def _validated(
     on_strategy: Callable[[str], None],
     on_progress: Callable[[int, int], None] | None,
 ) -> tuple[dict[str, Report], dict[str, str], bool]:
-    """(a report by strategy, all at one size; what failed by strategy; interrupted). Equal plans run once."""
+    """Return (reports by strategy, all at one size; failures by strategy; interrupted). Equal plans run once."""
     reports: dict[str, Report] = {}
     failures: dict[str, str] = {}
     size = workload.batch_size, workload.seq_len
@@ -74,7 +74,7 @@ def _validated(
             continue
         except KeyboardInterrupt:
             return reports, failures, True
-        if (report.batch_size, report.seq_len) != size:  # too much for this plan: begin again at what it bears
+        if (report.batch_size, report.seq_len) != size:  # too large for this plan: begin again at its size
             size = report.batch_size, report.seq_len
             reports, failures = {}, {}
         reports |= dict.fromkeys(same, report)

@@ -62,7 +62,7 @@ class Report:
 
     @property
     def gradients_bitwise(self) -> bool:
-        """Whether every gradient is bitwise that of the eager baseline, none only as near to float64."""
+        """Whether every gradient is bitwise that of the eager baseline, not merely as close to float64."""
         return self.gradients_equal and not self.gradients_near and not self.groups_near
 
     @property
@@ -162,7 +162,7 @@ def _allocator_rows(measured: dict[str, int], predicted: dict[str, int]) -> list
 
 
 def _near_rows(ratios: dict[str, float]) -> list[str]:
-    """The few that are furthest."""
+    """Format the few ratios that are largest."""
     furthest = sorted(ratios.items(), key=lambda pair: -pair[1])
     rows = [f"  near       {name}: float64 error ratio {ratio:.3f}" for name, ratio in furthest[:MOST_NEAR]]
     if len(furthest) > MOST_NEAR:

@@ -42,7 +42,7 @@ class _Distances:
         return max(self.in_slices, floor) / max(self.at_once, floor) if self.norm else 1.0
 
     def plus(self, other: _Distances) -> _Distances:
-        """At most, those of the sum of this gradient and another of the same weight."""
+        """Return upper bounds for the sum of this gradient and another of the same weight."""
         apart, at_once = self.in_slices + other.in_slices, self.at_once + other.at_once
         return _Distances(apart, at_once, self.norm + other.norm, self.numbers)
 
@@ -52,9 +52,9 @@ class _Distances:
 
 
 class SumsSeen:
-    """Collect the sums of heads and chunked runs of one planned step; `watch` and `watch_rows` connect it to a model.
+    """Collects the sums of heads and chunked rows of one planned step; `watch` and `watch_rows` attach it.
 
-    unseen  what runs are computed again under: no kernel of that is the step's
+    unseen  context in which runs are computed again: none of its kernels belongs to the step
     """
 
     def __init__(self, model: nn.Module, unseen: Callable[[], contextlib.AbstractContextManager[Any]]):
@@ -78,7 +78,7 @@ class SumsSeen:
         sums: Sequence[Tensor | None],
         under: Under,
     ) -> None:
-        """Distances of `sums`, from what the run was given."""
+        """Compute the distances of `sums` from the run's inputs."""
         wanted = [False, *(found is not None for found in sums)]
         with self._unseen():
             *_, at_once = run.untouched(rows, beside, gradient, wanted, under=under)
@@ -93,13 +93,13 @@ class SumsSeen:
                     self._note(name, _distances(found, whole, truth))
 
     def _note(self, name: str, distances: _Distances) -> None:
-        """Remember the distances of a gradient; of one that several runs add to, of their sum at most."""
+        """Remember the distances of a gradient; if several runs add to it, bounds for their sum."""
         if (before := self._found.get(name)) is not None:
             distances = before.plus(distances)
         self._found[name] = distances
 
     def _compare(self, head: ChunkedLoss, given: Given, sums: Sums) -> None:
-        """Distances of `sums`, from what the head is given."""
+        """Compute the distances of `sums` from the head's inputs."""
         wanted = False, sums.weight is not None, sums.bias is not None
         with torch.no_grad():
             _, _, at_once = head.whole().run(given, wanted)
@@ -122,7 +122,7 @@ class SumsSeen:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """For every parameter whose gradient is summed in slices, by how much further it is from float64."""
+        """For every parameter whose gradient is summed in slices, its relative distance from float64."""
         return {name: found.ratio for name, found in self._found.items()}
 
     def too_far(
@@ -157,7 +157,7 @@ def _as_product_takes(run: ChunkedRows, i: int, value: Tensor) -> Tensor:
 
 
 def _allowed(found: _Distances, gradient: Tensor) -> float:
-    """Return the allowed distance by the triangle inequality, and by two roundings to its dtype."""
+    """Return the distance allowed by the triangle inequality and two roundings to the dtype."""
     rounding = 2 * torch.finfo(gradient.dtype).eps * float(gradient.double().norm())
     return found.factor * (found.in_slices + found.at_once) + rounding
 

@@ -40,7 +40,7 @@ LONG_STEP_S = 5.0  # a step that takes longer is timed once
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """`device` current, and the caller's random states as they were afterwards."""
+    """Make `device` current, and restore the caller's random states afterwards."""
     states = random.getstate(), np.random.get_state()
     on_cuda = device.type == "cuda"
     try:
@@ -63,8 +63,7 @@ def seed_all(seed: int) -> None:
 class Training:
     """A workload's model, batch and optimizer on the device.
 
-    early_forwards  steps of a new model whose forwards run before its steps begin: they are others than those that
-                    repeat
+    early_forwards  number of a new model's forwards, unlike the repeating ones, that run before its steps begin
     """
 
     def __init__(
@@ -85,10 +84,10 @@ class Training:
         self.set_batch(workload.batch_size, seed + 1)
 
     def apply(self, plan: Plan) -> None:
-        """Have the model as `plan` counts on it, and apply it."""
+        """Prepare the model as `plan` expects, and apply the plan."""
         if layers := self.loop.weights_on_host:
             offload_weights(self.model, layers)
-        apply(self.model, plan, verify_first_step=False)  # whoever trains here compares more
+        apply(self.model, plan, verify_first_step=False)  # validation compares more
 
     def call_as(self, prepare: Callable[[nn.Module], nn.Module]) -> None:
         """Let steps call the module that `prepare` makes of the model (`Execution.prepare`)."""
@@ -102,7 +101,7 @@ class Training:
         self.batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batch)
 
     def leave_cache_out(self) -> bool:
-        """Build no key-value cache; returns whether the model asked for one."""
+        """Build no key-value cache; return whether the model asked for one."""
         self._cacheless += cache_builders(self.model)
         self._turn_caches_off()
         return bool(self._cacheless)
@@ -112,7 +111,7 @@ class Training:
             config.use_cache = False
 
     def begin_again(self) -> None:
-        """The model as it was built, but for a plan in it; random state as at the start; a new optimizer."""
+        """Restore the model as built, except for a plan in it, and the random state; make a new optimizer."""
         self._put_back()
         self._turn_caches_off()
         self._run_early_forwards()
@@ -123,7 +122,7 @@ class Training:
         seed_all(self._seed_of_steps)
 
     def end(self) -> None:
-        """Leave the model as it was built: it may share what it keeps with others."""
+        """Restore the model as built: it may share its state with others."""
         remove(self.model)
         self._put_back()
 
@@ -147,13 +146,13 @@ class Training:
         return Finish(self.loop, self.model, AnyOptimizer(made, trainable(self.model)), self._again)
 
     def _again(self) -> torch.Tensor:
-        """Forward and backward once more, for an optimizer that asks for it in its step."""
+        """Run forward and backward once more, for an optimizer that asks for it in its step."""
         self.model.zero_grad(set_to_none=True)
         with torch.enable_grad():
             return self.forward_and_backward()
 
     def gradients_of(self, run: Callable[[], Any]) -> tuple[Any, list[torch.Tensor | None]]:
-        """The result of `run`, which runs a backward, and the gradients of all that trains, on the host."""
+        """Return the result of `run`, which runs a backward, and all gradients, on the host."""
         found: dict[int, torch.Tensor] = {}
 
         def note(parameter: nn.Parameter) -> contextlib.AbstractContextManager[None]:
@@ -180,28 +179,28 @@ class Training:
         self.finish()
 
     def update(self) -> None:
-        """One optimizer step over all its micro-batches; gradients are let go at its end."""
+        """Run one optimizer step over all its micro-batches; free the gradients at its end."""
         for _ in range(self.loop.accumulation):
             self.forward_and_backward()
         self.finish()
         self.model.zero_grad(set_to_none=True)
 
     def peak_of_update(self, alignment_bytes: int) -> int:
-        """Peak of the next optimizer step, with what exists before it."""
+        """Measure the peak of the next optimizer step, with the bytes that exist before it."""
         update, kept = self.from_nothing_held(self.update), self._libraries_keep
         before = self._released(alignment_bytes)
         rise = measure_peak(update, self.device, requested=True, collect=False)
         return self._bytes_in(before) + rise + (self._release_libraries() if kept else 0)
 
     def _released(self, alignment_bytes: int) -> tuple[int, Tracker]:
-        """Let go of what no step keeps; returns what is left (`_before`), but for libraries' workspaces."""
+        """Free what no step keeps; return what is left (`_before`) without libraries' workspaces."""
         self.held_outputs.let_go()
         before = self._before(alignment_bytes)
         collect(self.device)
         return before
 
     def _release_libraries(self) -> int:
-        """Let go of libraries' workspaces; returns their bytes."""
+        """Free libraries' workspaces; return their bytes."""
         self._libraries_keep = False
         return release_libraries(self.device)
 
@@ -219,7 +218,7 @@ class Training:
         return repeated if steps > 1 else step
 
     def _steps_of_state(self, step: Callable[[], None]) -> int:
-        """After how many steps all that a step may replace is new, but for what stays; runs them."""
+        """Run steps until everything that they may replace is new; return their number."""
         if not self._replaceable:
             return 1
         tracker = Tracker()
@@ -237,7 +236,7 @@ class Training:
         return self._bytes_in(self._before(alignment_bytes))
 
     def _before(self, alignment_bytes: int) -> tuple[int, Tracker]:
-        """Bytes of what lasts, and what follows the tensors that a step may replace."""
+        """Return the bytes of lasting tensors, and a tracker of the tensors that a step may replace."""
         kept = (
             [(p, p.grad) for p in self.model.parameters()],
             list(self.model.buffers()),
@@ -246,7 +245,7 @@ class Training:
             self.finish.averages,
         )
         if (weights := weights_on_host(self.model)) is not None:
-            weights.rest()  # what comes in the step is seen to go only where it was seen to come
+            weights.rest()  # the tracker sees only those weights freed that it saw allocated
         tensors = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, torch.Tensor)]
         tracker = Tracker(alignment_bytes)
         tracker.follow_older(self._replaceable)
@@ -262,13 +261,13 @@ class Training:
         return [tensor for tensor in found if tensor.device.type == self.device.type]
 
     def _bytes_in(self, before: tuple[int, Tracker]) -> int:
-        """Count the bytes that existed before a step that has run; on the CPU also those that it has freed."""
+        """Count the bytes that existed before a step that has run; on the CPU including those that it has freed."""
         lasting, tracker = before
         on_cpu = self.device.type == "cpu"
         return lasting + sum(each.size_bytes for each in tracker.older.values() if each.death is None or not on_cpu)
 
     def measure_steady_step(self, alignment_bytes: int, repeats: int) -> tuple[Measured, int]:
-        """Memory and time of a step in the steady state, and the peak of requested bytes with what exists before it.
+        """Measure memory and time of a steady step, and the peak of requested bytes with those from before it.
 
         Libraries' workspaces exist before it, as from the second step of training on.
         """
@@ -290,23 +289,23 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def release_memory(device: torch.device) -> None:
-    """Collect garbage, and give the card back what is not in use.
+    """Collect garbage, and give unused memory back to the card.
 
-    cuBLAS lets go of its workspaces too: the next step takes them again, and they count as its own.
+    cuBLAS frees its workspaces too: the next step allocates them again, and they count as its own.
     """
     release_libraries(device)
     collect(device)
 
 
 def collect(device: torch.device) -> None:
-    """Collect garbage, and give the card back what is not in use."""
+    """Collect garbage, and give unused memory back to the card."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def release_libraries(device: torch.device) -> int:
-    """Let cuBLAS go of the workspaces that it keeps from one step to the next; returns their bytes."""
+    """Free the workspaces that cuBLAS keeps from one step to the next; return their bytes."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -323,7 +322,7 @@ def _requested_bytes(device: torch.device) -> int:
 def alive_over_step(
     workload: Workload, plan: Plan | None, about: dict[str, Any], seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(microseconds, bytes alive) over one steady-state step on the CPU, under `plan` if there is one."""
+    """Measure (microseconds, bytes alive) over one steady step on the CPU, under `plan` if there is one."""
     device = torch.device("cpu")
     with undisturbed(device):
         loop, early = TrainingLoop.of(about), about.get("early_forwards", 0)

@@ -130,7 +130,7 @@ def validate(
 
 
 def _place(device: str | torch.device | None) -> PlanningDevice:
-    """The device at hand, as a planning device."""
+    """Return the device at hand as a planning device."""
     found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if found.type not in ("cpu", "cuda"):
         raise UsageError(f"device {str(found)!r} is not supported; choose cpu or cuda.")
@@ -157,13 +157,13 @@ class _Recorded:
     how: Execution
 
     def memory(self, costs: Costs | None = None) -> Memory:
-        """The evaluator of the planned step; `costs` know the kernels' own bytes."""
+        """Return the evaluator of the planned step, with the workspaces of `costs`."""
         workspaces = None if costs is None else costs.workspace_per_op(self.graph)
         return Memory(self.graph, workspaces).offloading(self.offloads)
 
 
 class _Sizes:
-    """The workload at each batch size that was looked at."""
+    """The workload at each batch size that was tried."""
 
     def __init__(self, workload: Workload, plan: Plan, place: PlanningDevice, how: Execution):
         self.notes: list[str] = []
@@ -213,7 +213,7 @@ class _Sizes:
         return max((peak_bytes - fixed) / (free - fixed) if free > fixed else math.inf, 1.01), text
 
     def _shorten(self, why: str) -> bool:
-        """Halve the sequence, where there is one to halve."""
+        """Halve the sequence, if there is one."""
         length = self._workload.seq_len
         if length is None or length < 2 * SHORTEST:
             return False
@@ -223,7 +223,7 @@ class _Sizes:
         return True
 
     def largest(self, load_of: Callable[[_Recorded], tuple[float, str]], at_most: int | None = None) -> _Recorded:
-        """The step at the largest batch size, halved from `at_most`, whose load is at most 1."""
+        """Return the step at the largest batch size, halved from `at_most`, whose load is at most 1."""
         size = wanted = at_most or self._workload.batch_size
         while True:
             recorded = self.at(size)
@@ -243,12 +243,12 @@ class _Sizes:
 
 
 def _modules(plan: Plan, regions: tuple[Region, ...]) -> list[tuple[int, int, str]]:
-    """Which module each region is, as `to_refs` wants it."""
+    """Return the module of each region, as `to_refs` takes them."""
     return [(here.first, here.end, there.module) for here, there in zip(regions, plan.regions, strict=True)]
 
 
 def _found(plan: Plan, graph: Graph) -> tuple[Region, ...]:
-    """The plan's regions in `graph`; raises PlanMismatch where that is of another dtype policy or model."""
+    """Return the plan's regions in `graph`. Raises PlanMismatch for another dtype policy or model."""
     for field, name in (("parameter_dtypes", "parameters of"), ("autocast", "autocast to")):
         planned, found = plan.about.get(field), graph.about[field]
         if planned != found:
@@ -260,7 +260,7 @@ def _found(plan: Plan, graph: Graph) -> tuple[Region, ...]:
 
 
 def _free_bytes(place: PlanningDevice) -> int:
-    """Bytes that the steps may take. (Rule 4)"""
+    """Return the bytes that the steps may take. (Rule 4)"""
     if place.target.device == "cuda":
         free = torch.cuda.mem_get_info(place.device)[0]
         cached = torch.cuda.memory_reserved(place.device) - torch.cuda.memory_allocated(place.device)
@@ -326,7 +326,7 @@ class _FirstStep:
 
 
 def _first_step(training: Training, kernels: KernelLog | None) -> _FirstStep:
-    """A compiled step has no `kernels` that could be logged one by one."""
+    """Run a first step; `kernels` is None for a compiled step, whose kernels cannot be logged one by one."""
     with kernels or contextlib.nullcontext():
         loss, gradients = training.gradients_of(training.forward_and_backward)
     return _FirstStep(on_host(loss), gradients, kernels.found if kernels else [])
@@ -334,7 +334,7 @@ def _first_step(training: Training, kernels: KernelLog | None) -> _FirstStep:
 
 @dataclasses.dataclass(frozen=True)
 class _Distance:
-    """How far gradients are apart: largest absolute difference, and the largest relative to its parameter's."""
+    """The distance of gradients: the largest absolute difference, and the largest one relative to its parameter's."""
 
     equal: bool
     absolute: float
@@ -363,7 +363,7 @@ def _distance(left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor 
 
 @dataclasses.dataclass(frozen=True)
 class _Comparison:
-    """The planned first step against the untouched one.
+    """The planned first step compared with the eager baseline.
 
     distance  of gradients that must be bitwise equal      near     of those summed in slices, see `SumsSeen.ratios`
     groups    see `GroupsSeen.ratios`
@@ -383,7 +383,7 @@ class _Comparison:
 def _observed_nodes(counts: Counts, recorded: _Recorded) -> int | None:
     """Count the nodes that ran again. Modules count whole, less the nodes that early stop leaves out.
 
-    None where that cannot be seen: in compiled regions, of which at least one must have run.
+    None if that is unknown: for compiled regions, of which at least one must have run.
     """
     if recorded.how.compiler is not None:
         return None if counts.regions or not recorded.regions else 0
@@ -395,7 +395,7 @@ def _observed_nodes(counts: Counts, recorded: _Recorded) -> int | None:
 
 
 class _Validation:
-    """`planned_step` is the one that is measured, `compared` the one whose gradients are compared. (Rule 4)"""
+    """Compares steps: `planned_step` is measured, the gradients of `compared` are compared. (Rule 4)"""
 
     def __init__(
         self,
@@ -467,7 +467,7 @@ class _Validation:
         )
 
     def _promise(self, prediction: _Prediction) -> tuple[dict[str, int], tuple[str, int]]:
-        """Return the prediction, and the limit that the measured peak is held against. (Rule 3)"""
+        """Return the prediction, and the limit for the measured peak. (Rule 3)"""
         plan, workload = self.plan, self.planned_step.workload
         about, here = plan.about, self.place.target.name
         if prediction.unmeasured:
@@ -504,7 +504,7 @@ class _Validation:
             training.end()
 
     def _measured(self, training: Training, sizes: _Sizes) -> tuple[dict[str, int] | None, _Comparison, dict[str, int]]:
-        """`_steps` of the model that was built."""
+        """Run `_steps` on a model that is built."""
         if training.leave_cache_out():
             self.notes.append("The eager baseline ran with use_cache=False: a planned forward builds no cache.")
         while True:
@@ -528,7 +528,7 @@ class _Validation:
             ) from error
 
     def _built(self) -> Training:
-        """The model on the device; its states alone may be too much for a device that others use too."""
+        """Build the model on the device; its states alone may be too much for a device that others use too."""
         workload, graph = self.compared.workload, self.compared.graph
         try:
             loop, early = TrainingLoop.of(self.plan.about), self.plan.about.get("early_forwards", 0)
@@ -627,7 +627,7 @@ class _Validation:
         training.call_as(self.how.prepare)
 
     def _first_unrecomputed(self, training: Training) -> _FirstStep:
-        """The first step in the plan's form, nothing recomputed."""
+        """Run the first step in the plan's form without recomputation."""
         self._apply(training, ())
         kernels = self._log()
         if kernels is not None:
@@ -638,11 +638,11 @@ class _Validation:
         return found
 
     def _kernels_unrecomputed(self, training: Training) -> Any:
-        """The kernels of that step."""
+        """Return the kernels of that step."""
         return self._first_unrecomputed(training).kernels
 
     def _unrecomputed(self, training: Training, untouched: _FirstStep) -> tuple[_FirstStep, list[str]]:
-        """The first step in the plan's form, nothing recomputed; and parameters that are far from the untouched one."""
+        """Run the first step in the plan's form without recomputation; list parameters far from the eager baseline."""
         found = self._first_unrecomputed(training)
         names = [name for name, p in training.model.named_parameters() if p.requires_grad]
         narrow = bool(self.compared.workload.autocast) or self.compared.step.product_dtype.itemsize < 4
@@ -665,7 +665,7 @@ class _Validation:
 
     @property
     def _is_of_padded_passes(self) -> bool:
-        """Whether mini-batches without padding run with the explicit mask that the plan has for the largest."""
+        """Whether mini-batches without padding run with the explicit mask that the plan has for the largest one."""
         about = self.compared.graph.about
         return PASSES in about and bool(about["masks"]["padded"])
 
@@ -680,9 +680,9 @@ class _Validation:
     def _against_noise(
         self, training: Training, expected: _FirstStep, distance: _Distance, summed: set[str]
     ) -> _Distance:
-        """`distance`, called equal if the eager baseline does not repeat itself any better. (Rule 5)
+        """Count `distance` as equal if the eager baseline differs from itself as much. (Rule 5)
 
-        summed  parameters whose gradients are held to float64, and are not among those expected
+        summed  parameters whose gradients are compared with float64, and are not among those expected
         """
         planned = planned_forward(training.model)
         remove(training.model)
@@ -706,7 +706,7 @@ class _Validation:
         return dataclasses.replace(distance, equal=distance.relative <= NOISE * noise.relative)
 
     def _planned(self, training: Training) -> dict[str, int]:
-        """The planned step at full size, in its steady state."""
+        """Measure the planned step at full size, in its steady state."""
         if not self.fits:
             training.set_batch(self.planned_step.workload.batch_size, self.seed + 1)
             if self.plan.about.get("carried"):  # of another size

@@ -30,11 +30,11 @@ _REMEDY = "Return a torch.optim.Optimizer, an object with a `step()` that steps 
 
 
 class AnyOptimizer:
-    """Step the result of a workload's `optimizer` function as one object.
+    """Steps the result of a workload's `optimizer` function as one object.
 
-    made     itself        steppers  the objects whose `step` is called, in order; none for None
+    made     the result         steppers  the objects whose `step` is called, in order; none for None
 
-    Raises UsageError for what cannot be stepped, and for L-BFGS.
+    Raises UsageError for an object that cannot be stepped, and for L-BFGS.
     """
 
     def __init__(self, made: Any, parameters: Iterable[nn.Parameter]):
@@ -60,23 +60,23 @@ class AnyOptimizer:
 
     @property
     def name(self) -> str | None:
-        """The classes that step, as people know them; None where nothing does."""
+        """The names of the classes that step; None if there are none."""
         return " and ".join(type(each).__name__ for each in self.steppers) or None
 
     @property
     def alone(self) -> torch.optim.Optimizer | None:
-        """The optimizer itself, where it is one of torch's kind and no more."""
+        """The optimizer itself, if it is a plain one of torch's kind."""
         return self.made if isinstance(self.made, torch.optim.Optimizer) else None
 
     def step(self, closure: Closure) -> None:
-        """One step of everything; `closure` runs forward and backward again, for who asks for that."""
+        """Step everything once; `closure` runs forward and backward again, for steppers that ask for that."""
         for each in self.steppers:
             self._step(each, closure)
 
     def _step(self, stepper: Any, closure: Closure) -> None:
-        """Step, with the closure where there is no step without: by the signature, or because the first one fails.
+        """Step, with the closure if the step requires it: by its signature, or because the first step fails.
 
-        A first step that fails may have begun, and taken gradients away: they are made anew.
+        A first step that fails may have begun, and freed gradients: they are computed again.
         """
         may, must = _arguments_of(stepper.step)
         if must or id(stepper) in self._repeating:
@@ -98,18 +98,18 @@ class AnyOptimizer:
 
     @property
     def state(self) -> list[torch.Tensor]:
-        """Tensors that are kept from one step to the next, parameters aside."""
+        """Tensors that are kept from one step to the next, without parameters."""
         return list(_tensors(self.steppers, skipped=self._parameters.keys()))
 
     def state_of(self, parameter: nn.Parameter) -> list[torch.Tensor]:
-        """Those of `state` that belong to `parameter`."""
+        """List the tensors of `state` that belong to `parameter`."""
         optimizers = (each for each in _reached(self.steppers) if isinstance(each, torch.optim.Optimizer))
         states = [each.state[parameter] for each in optimizers if parameter in each.state]
         return list(_tensors(states, skipped=self._parameters.keys()))
 
 
 def _arguments_of(function: Callable[..., Any]) -> tuple[bool, bool]:
-    """Whether a `step` can be given a closure, and whether it must be."""
+    """Return whether a `step` can take a closure, and whether it must."""
     try:
         parameters = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
     except (TypeError, ValueError):
@@ -131,8 +131,8 @@ def _steppers(made: Any) -> Iterator[Any]:
 
 
 def _reached(value: Any) -> Iterator[Any]:
-    """All objects that `value` refers to, itself first, each once; parameters and code are not looked into."""
-    seen: dict[int, Any] = {}  # what is kept keeps its id
+    """Yield all objects that `value` refers to, itself first, each once; parameters and code are skipped."""
+    seen: dict[int, Any] = {}  # a kept object keeps its id
     waiting = [value]
     while waiting:
         each = waiting.pop()

@@ -28,9 +28,9 @@ DEEPEST = 4  # containers within one another that are looked into
 
 
 class HeldOutputs:
-    """The outputs of each call of a model in a step, until the same call of the next step has returned.
+    """The outputs of each call of a model in a step, held until the same call of the next step has returned.
 
-    replacing  called with what lets go of the old outputs, in place of letting go of them
+    replacing  called with a function that frees the old outputs, in place of freeing them
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class HeldOutputs:
 
     @contextlib.contextmanager
     def catching(self, model: nn.Module) -> Iterator[None]:
-        """While it lasts, a step runs: what `model` returns is held from then on."""
+        """Hold the outputs of `model` during a step."""
         self._calls = 0
         handle = model.register_forward_hook(self._returned)
         try:
@@ -68,7 +68,7 @@ class HeldOutputs:
 
 @dataclasses.dataclass(frozen=True)
 class _Output:
-    """One storage of an output: where it stands, its size, and a reference that does not keep it."""
+    """One storage of an output: its name, its size, and a weak reference."""
 
     name: str
     size_bytes: int
@@ -86,7 +86,7 @@ class LastOutputs:
         self._collections = COLLECTIONS
 
     def note(self, outputs: Any, given: Any) -> None:
-        """A forward has returned `outputs`; what it was `given` and hands back is its caller's anyway."""
+        """Note that a forward has returned `outputs`, without those that it was `given`, which its caller owns."""
         known = set(_addresses(tree_leaves(given)))
         found = []
         for name, tensor in output_tensors(outputs):
@@ -97,11 +97,11 @@ class LastOutputs:
         self._forwards.append(found)
 
     def alive(self, model: nn.Module, *, but_last: bool = False) -> dict[str, int]:
-        """Bytes by name of outputs that are kept, parameters and buffers of `model` left out.
+        """Return the bytes by name of outputs that are still alive, without parameters and buffers of `model`.
 
-        What seems kept may be a cycle that waits for Python's collector: a few times it is called first.
+        A reference cycle may keep an output until Python's collector runs, so the first few times it is run.
 
-        but_last  leave those of the last forward out too
+        but_last  leave out those of the last forward too
         """
         sizes = self._sizes(model, but_last)
         if sizes and self._collections:
@@ -128,7 +128,7 @@ class LastOutputs:
 
 
 def _storage_of(value: Any) -> torch.UntypedStorage | None:
-    """The storage of a tensor; None for what has none of its own (sparse tensors, wrappers such as DTensor)."""
+    """Return the storage of a tensor; None if it has none of its own (sparse tensors, wrappers such as DTensor)."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     return None if is_wrapper(value) else value.untyped_storage()
@@ -140,7 +140,7 @@ def _addresses(values: Iterable[Any]) -> Iterator[int]:
 
 
 def output_tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in what a forward returns, with the key, field or position that each has."""
+    """Yield the tensors that a forward returns, each with its key, field or position."""
     if isinstance(value, torch.Tensor):
         yield name or "the output", value
     elif depth < DEEPEST:

@@ -23,7 +23,7 @@ from remat.errors import UsageError
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Any]  # see `any_optimizer.py`
 
-# Optimizers of torch.optim that remat's step cannot run: what they need and it does not give.
+# Optimizers of torch.optim that remat's step cannot run, with the missing requirement.
 REFUSED = {"LBFGS": "a closure that repeats the step", "SparseAdam": "sparse gradients"}
 FORMS: dict[str, dict[str, bool]] = {
     "fused": {"fused": True},
@@ -34,7 +34,7 @@ EIGHT_BIT = "8bit"
 
 
 def optimizers() -> dict[str, type[torch.optim.Optimizer]]:
-    """The classes of `torch.optim` that a step can use, by name."""
+    """Return the classes of `torch.optim` that a step can use, by name."""
     return {
         name: value
         for name, value in vars(torch.optim).items()
@@ -88,7 +88,7 @@ def _eight_bit(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _require_form(make: Callable[..., torch.optim.Optimizer], form: str, name: str) -> None:
-    """Find out that a class has no such form when the name is read, not in the middle of a step."""
+    """Raise UsageError for a class without this form when the name is read, not in the middle of a step."""
     try:
         make([nn.Parameter(torch.empty(1))], **FORMS[form])
     except (TypeError, RuntimeError) as error:
@@ -112,7 +112,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of the inner optimizer; the parameters become copies of its results."""
+        """Step the inner optimizer; the parameters become copies of its results."""
         inner = self._inner or self._begin()
         for parameter, master in self._pairs:
             if parameter.grad is None:

@@ -22,7 +22,7 @@ from remat.workload.held_outputs import output_tensors
 
 @dataclasses.dataclass
 class _BackwardSeen:
-    """Whether a backward went through the pass: one that lets go of its graph, or any."""
+    """Whether a backward went through the pass: one that frees its graph, or any."""
 
     last: bool = False
     any: bool = False
@@ -40,7 +40,7 @@ class _Hook:
 
 
 class Pass:
-    """The forwards that no backward has followed yet; `count` of them."""
+    """The forwards that no backward has followed yet; `count` is their number."""
 
     def __init__(self) -> None:
         self.begin()
@@ -51,7 +51,7 @@ class Pass:
         self._graphs: list[weakref.ref[_Hook]] = []
 
     def add(self, outputs: Any) -> None:
-        """A forward has returned `outputs`."""
+        """Note that a forward has returned `outputs`."""
         self.count += 1
         functions = {t.grad_fn for _, t in output_tensors(outputs) if t.grad_fn is not None}
         if functions:
@@ -66,7 +66,7 @@ class Pass:
         self._graphs = []
 
     def is_over(self, forwards: int) -> bool:
-        """Whether the next forward is of another step; a whole one has so many."""
+        """Return whether the next forward belongs to another step; a whole step has `forwards`."""
         if self._seen.last:
             return True
         if self.count >= forwards and (self._seen.any or not self._graphs):

@@ -25,7 +25,7 @@ def call_reference(forward: Forward, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def references_run_by(run: Run) -> Iterator[None]:
-    """While it lasts, `run` calls the forwards of references."""
+    """Let `run` call the forwards of references while the context is open."""
     token = _RUN.set(run)
     try:
         yield

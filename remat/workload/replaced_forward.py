@@ -10,7 +10,7 @@ from torch import nn
 
 
 class ReplacedForward:
-    """`module` and the forward that it had when this was made."""
+    """A module, and the forward that it had when this object was made."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -34,7 +34,7 @@ class ReplacedForward:
 
 @contextlib.contextmanager
 def own_forwards(replaced: Iterable[ReplacedForward]) -> Iterator[None]:
-    """While it lasts, these modules have their own forwards."""
+    """Give these modules their own forwards while the context is open."""
     now = [(each, each.module.__dict__.get("forward")) for each in replaced]
     for each, _ in now:
         each.take_out()

@@ -27,21 +27,21 @@ _CUDNN_OF_WHEELS = {(2, 11): (9, 19), (2, 12): (9, 20), (2, 13): (9, 20), (2, 14
 class Target:
     """A device as the planner sees it.
 
-    name             how `--target` calls it
+    name             its name for `--target`
     device           "cuda" or "cpu": whose kernels are dispatched
-    memory_bytes     what an allocator can hand out
+    memory_bytes     bytes that an allocator can give
     bytes_per_us     memory bandwidth
     flops_per_us     peak rate by dtype name ("float32", "bfloat16", ...), and "tf32" of float32 on tensor cores
     launch_us        least time of a kernel
-    efficiency       share of both peaks that a large kernel reaches, where `roofline.py` has none for the capability;
-                     1 where the rates are such that kernels reached them
+    efficiency       share of both peaks that a large kernel reaches, if `roofline.py` has none for the capability;
+                     1 if the rates were measured on kernels
     alignment_bytes  allocations are rounded up to a multiple of this
-    host_bytes_per_us  between the device and the host's memory, each way; 0 where they are one
-    capability       compute capability times ten: 90 for 9.0; 0 where there is none
+    host_bytes_per_us  between the device and the host's memory, each way; 0 if they are the same
+    capability       compute capability times ten: 90 for 9.0; 0 if there is none
     processors       streaming multiprocessors
-    l2_bytes         last cache before memory; 0 where nothing is known of it
+    l2_bytes         last cache before memory; 0: unknown
     geforce          runs above its rated clock, as GeForce cards do
-    torch, cudnn     versions that are assumed to train there: "2.13.0", (9, 20); "" and () where nothing is assumed
+    torch, cudnn     versions that are assumed to train there: "2.13.0", (9, 20); "" and () assume nothing
     """
 
     name: str
@@ -85,7 +85,7 @@ class Target:
         return ", ".join(f"{name} {version}" for name, version in named.items() if version)
 
     def with_versions(self, torch: str, cudnn: tuple[int, ...] | None = None) -> Target:
-        """This target as `torch` trains on it, with the cuDNN that its wheels bring unless another is given."""
+        """Return the target for `torch`, with the cuDNN that its wheels bring unless another is given."""
         known = dataclasses.replace(self, torch=torch)
         if cudnn is None:
             release = min(known.torch_release, max(_CUDNN_OF_WHEELS))
@@ -93,16 +93,16 @@ class Target:
         return dataclasses.replace(known, cudnn=cudnn)
 
     def swap_us(self, size_bytes: int) -> float:
-        """Time to move so much to the host's memory, or back."""
+        """Return the time to move `size_bytes` to the host's memory, or back."""
         return size_bytes / self.host_bytes_per_us
 
     def exposed_swap_us(self, size_bytes: int, behind_us: float) -> float:
-        """Return the part of that time that remains after computation of `behind_us`."""
+        """Return the part of that time that computation of `behind_us` does not hide."""
         return max(self.swap_us(size_bytes) - behind_us, 0.0)
 
 
 def named(text: str, targets: Mapping[str, Target], torch: str, cudnn: tuple[int, ...] | None = None) -> Target | None:
-    """The target called `text`, with other versions than these where the text has some; None for an unknown name."""
+    """Return the target called `text`, with the versions that it states; None for an unknown name."""
     name, *settings = text.split(",")
     if name not in targets:
         return None
@@ -117,7 +117,7 @@ def named(text: str, targets: Mapping[str, Target], torch: str, cudnn: tuple[int
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """The numbers that a version begins with: (2, 13, 0) of 2.13.0+cu130."""
+    """Return the numbers that a version begins with: (2, 13, 0) of 2.13.0+cu130."""
     found = re.match(r"\d+(\.\d+)+", text)
     return tuple(map(int, found[0].split("."))) if found else ()
 
@@ -139,7 +139,7 @@ def _gpu(
     *,
     geforce: bool = False,
 ) -> Target:
-    """A GPU from its data sheet: terabytes and dense teraflops per second; `host` as `Target.host_bytes_per_us`."""
+    """Make a GPU from its data sheet: TB/s and dense TFLOPS; `host` as `Target.host_bytes_per_us`."""
     rates = {"float32": fp32 * 1e6, "tf32": bf16 * 1e6 / 2, "bfloat16": bf16 * 1e6, "float16": bf16 * 1e6}
     return Target(
         name,
@@ -196,6 +196,6 @@ _DRIVER_NAMES = {
 
 
 def target_of(device_name: str) -> Target | None:
-    """The target that a driver calls `device_name`; None for a device without a data sheet here."""
+    """Return the target that a driver calls `device_name`; None for a device without a data sheet here."""
     known = _DRIVER_NAMES.get(device_name.removeprefix("NVIDIA "))
     return TARGETS[known] if known else None

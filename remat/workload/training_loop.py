@@ -77,12 +77,12 @@ class TrainingLoop:
 
     @property
     def gradients_may_go(self) -> bool:
-        """Whether a parameter may be stepped before all gradients are there."""
+        """Whether a parameter may be stepped before all gradients exist."""
         return self._needs_all_gradients is None
 
     @property
     def _needs_all_gradients(self) -> str | None:
-        """Why all gradients must be there before the optimizer steps, if that is so."""
+        """Why all gradients must exist before the optimizer steps; None if they need not."""
         if self.accumulation > 1:
             return f"`accumulation={self.accumulation}`: gradients of micro-batches are summed before the step"
         if self.clip_grad_norm:
@@ -107,6 +107,6 @@ class TrainingLoop:
 
     @staticmethod
     def of(about: dict[str, Any]) -> TrainingLoop:
-        """The loop that `about` of a graph or plan tells of."""
+        """Read the loop in `about` of a graph or plan."""
         names = {field.name for field in dataclasses.fields(TrainingLoop)}
         return TrainingLoop(**{name: value for name, value in about.items() if name in names})

@@ -70,7 +70,7 @@ class Workload:
                 )
 
     def sized(self, batch_size: int | None = None, seq_len: int | None = None) -> Workload:
-        """The same workload with another default batch or sequence length; None keeps the old one."""
+        """Return the workload with another default batch or sequence length; None keeps the old one."""
         return dataclasses.replace(
             self,
             batch_size=self.batch_size if batch_size is None else batch_size,
@@ -86,7 +86,7 @@ class Workload:
         return dataclasses.replace(self, build=lambda: Stepped(build(), step), step=_loss_of)
 
     def with_dtype(self, policy: DTypePolicy) -> Workload:
-        """The same workload under another dtype policy.
+        """Return the workload under another dtype policy.
 
         amp          fp32 weights, bf16 autocast around the step
         fp32         fp32 weights and arithmetic
@@ -125,7 +125,7 @@ def _loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
 def weights_and_optimizer(
     policy: DTypePolicy, optimizer: MakeOptimizer | None
 ) -> tuple[torch.dtype, MakeOptimizer | None]:
-    """The dtype of the weights under a dtype policy, and the optimizer that goes with it; see `Workload.with_dtype`."""
+    """Return the weights' dtype under a dtype policy, and its optimizer; see `Workload.with_dtype`."""
     if policy not in DTYPE_POLICIES:
         raise UsageError(f"dtype {policy!r} is not known; choose one of {', '.join(DTYPE_POLICIES)}.")
     if policy.startswith("bf16-master") and optimizer is not None:
@@ -134,12 +134,12 @@ def weights_and_optimizer(
 
 
 def floats_to(batch: Any, dtype: torch.dtype) -> Any:
-    """`batch` with every floating-point tensor cast to `dtype`."""
+    """Cast every floating-point tensor of `batch` to `dtype`."""
     return torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch
     )
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of `model` that get a gradient."""
+    """List the parameters of `model` that get a gradient."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from remat.workload.workload import Workload
 
 NARROWEST, WIDEST = 6, 44  # columns for a bar
-MOST_BUDGETS = 1.5  # that a bar shows; what is longer ends in an arrow
+MOST_BUDGETS = 1.5  # that a bar shows; a longer bar ends in an arrow
 
 
 def compare(
@@ -91,7 +91,7 @@ def _measured(comparison: Comparison, workload: Workload, line: LiveLine) -> Com
 
 
 def _saved(comparison: Comparison, folder: Path, source: Source, limit: Budget) -> dict[str, str]:
-    """Plan files by strategy."""
+    """Save the plans, and return their files by strategy."""
     folder.mkdir(exist_ok=True)
     files = {}
     for row in comparison.rows:
@@ -118,7 +118,7 @@ def _answer(comparison: Comparison, files: dict[str, str]) -> Answer:
 
 @dataclasses.dataclass(frozen=True)
 class CompareScreen:
-    """A comparison as lines; bars take what room is left beside them."""
+    """A comparison as lines; bars take the room that is left beside them."""
 
     comparison: Comparison
     files: tuple[str, ...] = ()
@@ -180,7 +180,7 @@ def _cells(row: StrategyRow, unit: str, per_token: bool) -> list[str]:
 
 
 def _bar(row: StrategyRow, found: Comparison, width: int, ascii_only: bool) -> Text:
-    """The peak, with a mark where the budget is; what stands beyond it is red."""
+    """Draw the peak as a bar with a mark at the budget; the part beyond it is red."""
     from rich.text import Text
 
     if row.peak_bytes is None:

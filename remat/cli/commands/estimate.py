@@ -62,7 +62,7 @@ def estimate(
 
 
 def _other_loop(loop: TrainingLoop) -> TrainingLoop:
-    """The same loop without accumulation, or with it; of one that steps in backward, one that steps as a whole."""
+    """Return the loop with accumulation turned on or off; if it steps in backward, the loop that does not."""
     if loop.step_in_backward:
         return dataclasses.replace(loop, step_in_backward=False)
     return dataclasses.replace(loop, accumulation=1 if loop.accumulates else SEVERAL)
@@ -179,21 +179,21 @@ _OTHER_WHY = {
 
 
 def _other_name(first: Estimate) -> str:
-    """Name the difference of the loop of `_other_loop` from that of `first`."""
+    """Name the difference between the loop of `_other_loop` and that of `first`."""
     if first.about.get("step_in_backward"):
         return "step after backward"
     return "accumulating" if first.about["accumulation"] == 1 else "no accumulation"
 
 
 def _eager_row(peaks: Peaks) -> list[tuple[str, ...]]:
-    """Only where it makes a difference."""
+    """Make a row for the eager peak, if it is notably larger."""
     if peaks.eager_bytes is None or peaks.eager_bytes < EAGER_MATTERS * peaks.peak_bytes:
         return []
     return [("in eager mode", gib(peaks.eager_bytes), "local variables keep tensors that a trace frees")]
 
 
 def _shares(parts: dict[str, int], most: int = 1 << 30) -> str:
-    """Bytes and shares, largest first; what is small or beyond the first `most` in one row."""
+    """Format bytes and shares, largest first; small parts, and those beyond the first `most`, share one row."""
     from remat.cli.screen import aligned
 
     total = sum(parts.values())

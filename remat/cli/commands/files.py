@@ -16,14 +16,14 @@ SPEC = "model_spec"  # key of a plan's or profile's `about`: how to make its wor
 
 
 def require_writable(path: Path) -> None:
-    """Find out that a file cannot be written before the work, not after it."""
+    """Raise UsageError before the work if a file cannot be written."""
     if path.is_dir():
         raise UsageError(f"{path} is a folder; name a file to write.")
     require_folder(path.absolute().parent, path)
 
 
 def require_folder(folder: Path, path: Path) -> None:
-    """The same of a folder in which `path` is to be written."""
+    """Raise UsageError if `path` cannot be written in `folder`."""
     if not folder.is_dir():
         raise UsageError(f"{path} cannot be written: there is no folder {folder}.")
     if not os.access(folder, os.W_OK):
@@ -35,7 +35,7 @@ def file_name(workload: str) -> str:
 
 
 def about_with(spec: ModelSpec | None, about: dict[str, Any], path: Path) -> dict[str, Any]:
-    """`about` with what it takes to make the workload again from a file at `path`."""
+    """Add to `about` the spec that makes the workload again from a file at `path`."""
     others = {name: value for name, value in about.items() if name != SPEC}
     return others if spec is None else {**others, SPEC: spec.to_json(path.absolute().parent)}
 

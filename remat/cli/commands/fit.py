@@ -165,7 +165,7 @@ def _cells(name: str, candidate: BatchCandidate | None, found: BatchFit, unit: s
 
 
 def _verdict(found: BatchFit) -> str:
-    """Which won and why, in a sentence."""
+    """Say in a sentence which rung won, and why."""
     best = found.best
     ladder = {name: rung for name, rung in found.rungs.items() if rung is not None and rung is not best}
     fitting = {name: rung for name, rung in ladder.items() if rung.time_us is not None}

@@ -57,7 +57,7 @@ Allocator = Annotated[
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
-    """`--model` and what shapes its workload: the fields of a `ModelSpec`."""
+    """`--model` and the options that shape its workload: the fields of a `ModelSpec`."""
 
     model: Annotated[
         str | None,
@@ -122,7 +122,7 @@ class ModelOptions:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def spec(self) -> ModelSpec:
-        """Return the model asked for.
+        """Return the spec of the model asked for.
 
         Raises UsageError without a model, and with two.
         """
@@ -142,7 +142,7 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions(ModelOptions):
-    """A model, and what its step runs on."""
+    """A model, and the device that its step runs on."""
 
     target: Annotated[
         str | None,
@@ -239,7 +239,7 @@ class PricedOptions(StepOptions):
 
 @dataclasses.dataclass(frozen=True)
 class SourceOptions(PricedOptions):
-    """A step: of a model, or out of a profile."""
+    """A step: of a model, or from a profile."""
 
     profile: Annotated[Path | None, _option(help="A file of `remat profile`, in place of --model and its options.")] = (
         None
@@ -340,7 +340,7 @@ class RequestOptions:
         return self._given[0] if self._given else "eager"
 
     def request(self, line: LiveLine, source: StepOptions, budget: BudgetOptions | None = None) -> PlanRequest:
-        """The request that the options make, together with `--offload` of the step and the budget."""
+        """Make the request from the options, `--offload` of the step, and the budget."""
         from remat.formulation.solution import Limits
         from remat.planning.request import PlanRequest, numerics_of
 
@@ -359,7 +359,7 @@ class RequestOptions:
 
 @dataclasses.dataclass(frozen=True)
 class EachRequestOptions(RequestOptions):
-    """A request to several solvers, or for several budgets: none of them may take all the time."""
+    """A request to several solvers, or for several budgets, with a time limit for each."""
 
     time_limit: Annotated[
         float | None,
@@ -391,7 +391,7 @@ class EachRequestOptions(RequestOptions):
 
     @property
     def names(self) -> Sequence[str] | None:
-        """The strategies asked for; None leaves the choice."""
+        """The strategies asked for; None for the default choice."""
         from remat.solvers import STRATEGIES
 
         return STRATEGIES if "all" in self._named else self._named or None
@@ -404,7 +404,7 @@ GROUPS = (
 
 
 def spread(command: Callable[..., Answer]) -> Callable[..., Answer]:
-    """`command` with a parameter for every field of the groups that it takes, and `--quiet`."""
+    """Replace the groups among the parameters of `command` by their fields, and add `--quiet`."""
     hints = typing.get_type_hints(command, include_extras=True)
     groups = {name: hint for name, hint in hints.items() if hint in GROUPS}
 

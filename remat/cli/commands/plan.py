@@ -86,7 +86,7 @@ def _comparing(line: LiveLine, options: str) -> None:
 
 
 def menu_text(plan: Plan) -> str:
-    """The menu as a table, with the option that takes each row."""
+    """Format the menu as a table, with the option that selects each row."""
     from remat.cli.screen import columns
     from remat.units import gib, ms
 

@@ -56,7 +56,7 @@ def profile(
 
 
 def _table_notes(profile: Profile, path: Path) -> list[str]:
-    """Write the kernels of a profile as a table; what was written, and what to do next."""
+    """Write the kernels of a profile as a table; return notes about it and the next step."""
     from remat.costing.kernel_files import save_table
 
     measured = profile.costs.source == "measured"

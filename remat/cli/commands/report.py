@@ -106,7 +106,7 @@ def _document(path: Path) -> Any:
 
 
 def _step(documents: Documents, line: LiveLine) -> Material:
-    """The plan and its step: out of a profile, or recorded again as the plan says."""
+    """Return the plan and its step: from a profile, or recorded again as the plan says."""
     from remat.report.material import Material
 
     plans: Sequence[tuple[Path, Plan]] = documents.get("plan", [])

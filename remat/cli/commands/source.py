@@ -36,9 +36,9 @@ MOST_LEVERS = 4  # that a refusal names
 class Source:
     """The inputs that are known before slow work begins, and a function to record the step.
 
-    spec    how to make the workload again; None where a profile does not say
+    spec    makes the workload again; None if a profile does not contain it
     record  the profile, and the step to replay plans on; a profile out of a file has none
-    place   what it is recorded for; None where it was recorded before
+    place   the device that it is recorded for; None if it was recorded before
     """
 
     target: Target
@@ -48,9 +48,11 @@ class Source:
     place: PlanningDevice | None = None
 
     def studied(self, request: PlanRequest, line: LiveLine, **callbacks: Any) -> Study:
-        """The step as `request` will run it, recorded where it was not; raises UsageError before that.
+        """Return the study of the step as `request` will run it, recorded if necessary.
 
         callbacks  `on_form` and `on_replay` of the Study
+
+        Raises UsageError before anything is recorded.
         """
         from remat.costing.planning_device import PlanningDevice
         from remat.planning.planner import studied, study_of
@@ -69,7 +71,7 @@ class Source:
 
 
 def opened(options: StepOptions, line: LiveLine) -> Source:
-    """The step that `options` name. Raises UsageError."""
+    """Return the step that `options` name. Raises UsageError."""
     if isinstance(options, SourceOptions) and options.profile is not None:
         _refuse_beside_profile(options)
         return _from_profile(options.profile, line)
@@ -77,7 +79,7 @@ def opened(options: StepOptions, line: LiveLine) -> Source:
 
 
 def require_state_alone(options: StepOptions) -> None:
-    """Raise UsageError where activations or weights are to be offloaded by a command that makes no plan."""
+    """Raise UsageError if a command without a plan is asked to offload activations or weights."""
     from remat.planning.links import ACTIVATIONS, WEIGHTS, offloads_named
 
     names = offloads_named(options.offload)
@@ -90,7 +92,7 @@ def require_state_alone(options: StepOptions) -> None:
 
 
 def opened_plan(path: Path, line: LiveLine, *, as_captured: bool = False) -> tuple[Source, Plan]:
-    """The step of a plan file, in the plan's form or `as_captured`, and the plan. Raises UsageError."""
+    """Return the step of a plan file, in the plan's form or `as_captured`, and the plan. Raises UsageError."""
     line.say("loading PyTorch")
     from remat.costing.planning_device import find_planning_device
     from remat.evaluation.form import form_of
@@ -106,7 +108,7 @@ def opened_plan(path: Path, line: LiveLine, *, as_captured: bool = False) -> tup
 
 
 def opened_step(options: SourceOptions, plan: Path | None, line: LiveLine) -> tuple[Source, Plan | None]:
-    """The step that `options` or a plan file name, and the plan. Raises UsageError."""
+    """Return the step that `options` or a plan file name, and the plan. Raises UsageError."""
     if plan is None:
         require_state_alone(options)
         return opened(options, line), None
@@ -171,7 +173,7 @@ def workload_of(spec: ModelSpec) -> Workload:
 
 
 def levers_of(found: Source, profile: Profile, line: LiveLine) -> list[Lever]:
-    """Which lever frees how much of a step as it is, without checkpointing. `profile` is what `found` recorded."""
+    """Find the levers that free memory of a step without checkpointing. `found` recorded `profile`."""
     from remat.evaluation.evaluator import Memory
     from remat.planning.advice import advise
 
@@ -182,7 +184,7 @@ def levers_of(found: Source, profile: Profile, line: LiveLine) -> list[Lever]:
 
 
 def warn_of_budget(limit: Budget | None, target: Target) -> None:
-    """Warn where the budget is more than the target has."""
+    """Warn if the budget is more than the target has."""
     from remat.cli.screen import tell
 
     if limit is not None and limit.given_bytes > target.memory_bytes:
@@ -223,7 +225,7 @@ def levers_where_infeasible(source: Source, study: Study, line: LiveLine, *, wan
 
 
 def _levers_text(levers: Sequence[Lever], limit_bytes: int) -> str:
-    """The levers that make the budget feasible, or else those that help most."""
+    """List the levers that make the budget feasible, or else those that help most."""
     enough = [lever for lever in levers if lever.peak_bytes <= limit_bytes]
     shown = (enough or list(levers))[:MOST_LEVERS]
     if not shown:

@@ -138,7 +138,7 @@ def _cells(point: CurvePoint, unit: str, hosted: bool, sliced: bool) -> list[str
 
 
 def _chart(found: Sweep, unit: str, options: ConsoleOptions) -> Iterator[Text]:
-    """Overhead over peak, a character for every plan; the curve is drawn over the others."""
+    """Draw overhead over peak, a character for every plan; the curve is drawn over the others."""
     from rich.text import Text
 
     curve, marks = (PLAIN_CURVE, PLAIN_MARKS) if options.ascii_only else (CURVE, MARKS)

@@ -56,7 +56,7 @@ def _device(name: str) -> str | None:
 
 
 def _spec_of(plan: Plan, path: Path, options: ModelOptions) -> ModelSpec:
-    """Return the spec of a plan's workload: as planned, except for options that are given now."""
+    """Return the spec of a plan's workload, with the options that are given now."""
     from remat.cli.model_spec import ModelSpec
 
     spec = spec_in(plan.about, path)
@@ -70,7 +70,7 @@ def _spec_of(plan: Plan, path: Path, options: ModelOptions) -> ModelSpec:
 
 
 def measuring_first(line: LiveLine) -> Callable[[int, int], None]:
-    """Progress of a validation: once the operators are measured, the steps run."""
+    """Return a progress callback that shows the measuring, then that the steps run."""
 
     def on_progress(done: int, total: int) -> None:
         line.measured(done, total)

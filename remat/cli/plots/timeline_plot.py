@@ -61,7 +61,7 @@ def _title(timeline: StepTimeline) -> str:
 
 
 def _stretched(timeline: StepTimeline) -> np.ndarray | None:
-    """The measured moments on the predicted time: the two clocks need not agree, the shapes can be compared."""
+    """Stretch the measured moments to the predicted time, to compare shapes where the clocks differ."""
     if timeline.measured is None or not len(timeline.measured[0]):
         return None
     own = timeline.measured[0]

@@ -84,7 +84,7 @@ def _compare_compiler(plan: Plan, inner: str) -> None:
 
 
 def _regions(plan: Plan, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[CallRegion, ...]:
-    """The regions of a graph, by its identity."""
+    """Return the regions of a graph, by its identity."""
     placer = Placer(plan)
     choices = set(placer.every(graph_module).values())
     if not choices:

@@ -76,11 +76,11 @@ class CompiledCalls:
 def compile_graph(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], regions: Sequence[CallRegion], inner: str | Backend
 ) -> Compiled:
-    """`graph_module` compiled by `inner` with `regions` kept.
+    """Compile `graph_module` by `inner` and keep `regions`.
 
-    inner  "inductor", "aot_eager", or what `torch.compile` makes of one of them and its options
+    inner  "inductor", "aot_eager", or the object that `torch.compile` makes of one of them and its options
 
-    Raises UsageError for nested regions, and for a compiler that would drop regions without a word.
+    Raises UsageError for nested regions, and for a compiler that would drop regions silently.
     """
     require_kept(regions, inner)
     inputs = list(example_inputs)
@@ -94,7 +94,7 @@ def compile_graph(
 
 
 def require_kept(regions: Sequence[CallRegion] | Sequence[RegionRef], inner: str | Backend) -> None:
-    """Raise UsageError where `inner` would not keep `regions`."""
+    """Raise UsageError if `inner` would not keep `regions`."""
     if name_of(inner) not in COMPILERS:
         raise UsageError(f"a plan is kept by the compilers {INDUCTOR} and {AOT_EAGER}, not by {name_of(inner)!r}.")
     if any(region.inner for region in regions):
@@ -105,7 +105,7 @@ def require_kept(regions: Sequence[CallRegion] | Sequence[RegionRef], inner: str
 
 
 def require_whole(plan: Plan) -> None:
-    """Raise UsageError where `plan` runs losses or MLPs in slices or groups fused, which no compiler is handed."""
+    """Raise UsageError if `plan` has chunked losses, chunked MLPs or fused groups, which compilers do not run."""
     if (form := form_of(plan.about)) != CAPTURED:
         what = "fused groups" if form.fused and not form.chunks else str(form)
         raise UsageError(
@@ -116,7 +116,7 @@ def require_whole(plan: Plan) -> None:
 
 
 def tag(graph_module: fx.GraphModule, regions: Sequence[CallRegion]) -> None:
-    """Mark every node of `regions` as recomputed or saved; the marks go on to the operators that it is traced to."""
+    """Mark every node of `regions` as recomputed or saved; the operators that it is traced to inherit the mark."""
     nodes = captured_nodes(graph_module)
     for index, region in enumerate(regions):
         for ordinal in range(region.first, region.last + 1):
@@ -145,9 +145,10 @@ def _aot_eager(graph_module: fx.GraphModule, inputs: list[Any]) -> Compiled:
 
 @contextlib.contextmanager
 def _inductor_settings() -> Iterator[None]:
-    """Inductor with our partitioner. Its cache of joint graphs does not see tags: a plan would be lost in it.
+    """Compile with our partitioner.
 
-    The decompositions in `_WASTEFUL` are left out, in forward and backward.
+    Inductor's cache of joint graphs ignores tags, so a plan would be lost in it. The decompositions in `_WASTEFUL` are
+    left out, in forward and backward.
     """
     from remat.execution.compiled.partitioning import Partitioner
 
@@ -156,5 +157,5 @@ def _inductor_settings() -> Iterator[None]:
 
 
 def _decompositions() -> dict[Any, Any]:
-    """Inductor's, but for the wasteful ones; a function by name, since it is part of the key of a cache."""
+    """Return Inductor's decompositions without the wasteful ones; a named function, as part of a cache's key."""
     return {operator: how for operator, how in chosen_decompositions().items() if operator not in _WASTEFUL}

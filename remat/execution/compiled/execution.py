@@ -33,7 +33,7 @@ from remat.formulation.solution import NONE_NEEDED, Solution
 from remat.recording.fake_step import FakeStep
 from remat.workload.training_loop import TrainingLoop
 
-NEAR = 0.02  # of the budget: what is left of it is not worth another replay
+NEAR = 0.02  # of the budget: a smaller rest is not worth another replay
 
 
 class CompiledExecution(Execution):
@@ -84,7 +84,7 @@ class CompiledExecution(Execution):
         return min(max(problem.budget_bytes, least_bytes()), problem.memory.peak_without_regions - 1)
 
     def next_budget(self, problem: Problem, tries: Sequence[Try], least_bytes: Callable[[], int]) -> int | None:
-        """Towards the budget from where the last plan is; halfway where that was asked for already."""
+        """Move the evaluator's budget by the last plan's distance from the limit, or bisect if that was tried."""
         limit, last, asked = problem.budget_bytes, tries[-1], {each.asked_bytes for each in tries}
         if 0 <= limit - last.peak_bytes <= NEAR * limit:
             return None

@@ -28,7 +28,7 @@ from remat.evaluation.graph import OpKind
 
 
 def fused(profile: Profile) -> Profile:
-    """`profile` with costs as a compiler that fuses would have them: operators that fuse are kinds of their own."""
+    """Return `profile` with the costs of a fusing compiler: operators that fuse become kinds of their own."""
     graph, costs = profile.graph, profile.costs
     made = np.bincount(graph.storages.birth, weights=graph.storages.size_bytes, minlength=len(graph.op_kind))
     rows: dict[tuple[int, int], int] = {(kind, 0): kind for kind in range(len(graph.kinds))}
@@ -63,7 +63,7 @@ def _fuses(kind: OpKind) -> bool:
 
 @functools.cache
 def _has_code(name: str) -> bool:
-    """Whether Inductor generates code for an overload such as `aten.add.Tensor`, rather than call its kernel."""
+    """Return whether Inductor generates code for an overload such as `aten.add.Tensor`, not a call of its kernel."""
     operator: Any = torch.ops
     for part in name.split("."):
         operator = getattr(operator, part, None)
@@ -73,7 +73,7 @@ def _has_code(name: str) -> bool:
 
 
 def _tensor_bytes(signature: Any) -> set[int]:
-    """The sizes of the tensors among described arguments."""
+    """Return the sizes of the tensors among described arguments."""
     if isinstance(signature, dict):
         if "tensor" in signature:
             shape, _, dtype = signature["tensor"]

@@ -60,7 +60,7 @@ class Partitioner(partitioner_class()):  # type: ignore[misc]
 
 
 def partition(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """(forward, backward) of a joint graph whose nodes carry tags."""
+    """Split a joint graph with tagged nodes into (forward, backward)."""
     complete_tags(joint)
     return min_cut(joint, joint_inputs, **kwargs)
 
@@ -96,7 +96,7 @@ def _backward_nodes(joint: fx.GraphModule) -> set[fx.Node]:
 
 
 def _save(node: fx.Node) -> None:
-    """Save `node`, and what it is a part of. (Rule 1)"""
+    """Save `node`, and the node that it is a part of. (Rule 1)"""
     while "ac_graph_id" in node.meta:
         node.meta["recompute"] = SAVED
         for user in node.users:
@@ -114,14 +114,14 @@ def _operator(node: fx.Node) -> str:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether a node is a view, or one of several that its argument makes."""
+    """Return whether a node is a view, or one of several views that its argument makes."""
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and _is_view(node.args[0])
     return calls_view(node)
 
 
 def order(backward: fx.GraphModule) -> None:
-    """Apply Rule 3, where this torch can hold an operator back."""
+    """Apply Rule 3, if this version of torch can delay an operator."""
     last: fx.Node | None = None
     waiting: dict[fx.Node, fx.Node] = {}
     for node in backward.graph.nodes:

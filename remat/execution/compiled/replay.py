@@ -40,14 +40,14 @@ def replay_compiled(
     workspace_of: Mapping[tuple[str, str], int] | None = None,
     device: torch.device | None = None,
 ) -> np.ndarray:
-    """Bytes alive at every operator of the step under `regions` and `compiler`, fixed bytes included.
+    """Replay the compiled step under `regions`, and return the bytes alive at every operator.
 
     compiler      "aot_eager" or "inductor"
-    workspace_of  kernels' own bytes by operator and signature, see `Profile.workspace_of`
-    device        where those of other operators and signatures are measured; without it they are not counted. Of
-                  kernels that Inductor generates none are: what they need they have as buffers
+    workspace_of  workspaces by operator and signature, see `Profile.workspace_of`
+    device        where other operators' workspaces are measured; None does not count them. Kernels that Inductor
+                  generates have none: their temporary memory is in buffers
 
-    Raises UsageError for nested regions and other compilers, RematError where this torch's Inductor cannot be replayed.
+    Raises UsageError for nested regions and other compilers, RematError if this torch's Inductor cannot be replayed.
     """
     compiling = without_kernels() if compiler == INDUCTOR else contextlib.nullcontext()
     with compiling as loaded:

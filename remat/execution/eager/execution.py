@@ -34,7 +34,7 @@ class EagerExecution(Execution):
         return replay(step, regions, **options)
 
     def trivial(self, problem: Problem, replayed: Callable[[], int] | None) -> Solution | None:
-        """None is needed where the untraced step keeps the budget; where only the traced one does, it is applied."""
+        """Return no plan if the untraced step keeps the budget, and tracing alone if only the traced one does."""
         if problem.memory.peak_without_checkpointing <= problem.budget_bytes:
             return Solution(NONE_NEEDED, "optimal")
         if problem.memory.peak_without_regions <= problem.budget_bytes:

@@ -39,9 +39,11 @@ from remat.host.copies import Copies, Copy, Host, copies_on
 class CallOffloads:
     """A plan's offloads by the nodes of one graph call, as ordinals in the graph at hand.
 
-    values    whose values are sent                    saves   of whose saves some are sent, by number
-    releases  behind which something is let go of      between  of losses in slices what is let go of after how many
-    events    at whose recomputation or backward something is fetched, with the node that the plan has there
+    values    nodes whose values are sent
+    saves     nodes of whose saved tensors some are sent, by number
+    releases  nodes after which offloads are released
+    between   chunked losses: offloads released after so many slices
+    events    nodes at whose recomputation or backward something is fetched, with the plan's node
     """
 
     values: dict[int, list[OffloadRef]] = dataclasses.field(default_factory=dict)
@@ -52,7 +54,7 @@ class CallOffloads:
 
 
 def offloads_in(call: int, offloads: Iterable[OffloadRef], places: Places | None = None) -> CallOffloads:
-    """The offloads of one graph call, whose nodes are at `places` in the graph at hand."""
+    """Return the offloads of one graph call, whose nodes are at `places` in the graph at hand."""
     places = places or Places()
     found = CallOffloads()
     for each in offloads:
@@ -89,8 +91,8 @@ class OffloadCounts:
 class _Parcel:
     """One storage that autograd keeps.
 
-    flat     all of it, on the device: while it is being copied out, and from its fetch on
-    packed   what autograd has in place of tensors in it
+    flat     the whole storage on the device, before its release and after its fetch
+    packed   the objects that autograd holds in place of its tensors
     """
 
     __slots__ = ("__weakref__", "_forward", "_made", "_place", "_returning", "_sent", "flat", "packed")
@@ -99,13 +101,13 @@ class _Parcel:
         self._forward = forward
         self.flat: Tensor | None = None
         self.packed: list[weakref.ref[_Packed]] = []
-        self._place: tuple[Host, int] | None = None  # where it lies on the host
+        self._place: tuple[Host, int] | None = None  # its place on the host
         self._made: tuple[int, torch.dtype, torch.device] | None = None
         self._sent: Copy = None
         self._returning: tuple[Copy] | None = None
 
     def send(self, tensor: Tensor, place: tuple[Host, int]) -> None:
-        """Begin the copy out. (Rule 2)"""
+        """Begin the copy to the host. (Rule 2)"""
         with torch.no_grad():
             elements = tensor.untyped_storage().nbytes() // tensor.element_size()
             plain = tensor.conj() if tensor.is_conj() else tensor
@@ -114,7 +116,7 @@ class _Parcel:
         self._sent = self._forward.copies_on(tensor.device).out(self.flat, *place)
 
     def release(self) -> None:
-        """Wait for the copy, and let go of the device's memory. (Rule 2)"""
+        """Wait for the copy, then free the device's memory. (Rule 2)"""
         assert self.flat is not None
         copies = self._forward.copies_on(self.flat.device)
         for reference in self.packed:
@@ -127,7 +129,7 @@ class _Parcel:
         self.flat = None
 
     def fetch(self) -> None:
-        """Allocate, and begin the copy back, unless it is there. (Rule 3)"""
+        """Allocate, and begin the copy back, unless it is on the device. (Rule 3)"""
         if self.flat is not None or self._made is None or self._place is None:
             return
         elements, dtype, device = self._made
@@ -137,7 +139,7 @@ class _Parcel:
         self._forward.counts.note_back(self.flat.nbytes)
 
     def tensor(self, dtype: torch.dtype, layout: tuple[Any, Any, Any]) -> Tensor:
-        """A tensor in it, which compute may read. (Rule 3)"""
+        """Return a tensor in the storage, which compute may read. (Rule 3)"""
         self.fetch()
         assert self.flat is not None
         if self._returning is not None:
@@ -146,7 +148,7 @@ class _Parcel:
         return flat.as_strided(*layout)
 
     def __del__(self) -> None:
-        if self._returning is not None and self.flat is not None:  # its memory is used again as soon as it is let go
+        if self._returning is not None and self.flat is not None:  # its memory is reused as soon as it is freed
             self._forward.copies_on(self.flat.device).abandon(*self._returning)
 
 
@@ -202,10 +204,10 @@ class OffloadedForward:
         self._parcels: weakref.WeakValueDictionary[int, _Parcel] = weakref.WeakValueDictionary()  # by storage
         self._out: dict[int, _Parcel] = {}  # by place on the host
         self._to_fetch: dict[NodeRef, dict[int, weakref.ref[_Parcel]]] = {}  # by event, and by place on the host
-        self._event: NodeRef | None = None  # what the saves of the running node are
+        self._event: NodeRef | None = None  # the event of the running node's saves
         self._saves: dict[int, OffloadRef] = {}
         self._count = 0
-        self._due: list[tuple[OffloadRef, Tensor]] = []  # what the running node has saved and is to be sent
+        self._due: list[tuple[OffloadRef, Tensor]] = []  # saves of the running node that are to be sent
 
     @property
     def counts(self) -> OffloadCounts:
@@ -235,7 +237,7 @@ class OffloadedForward:
         return packed.value()
 
     def keep(self, tensor: Tensor, event: NodeRef | None = None) -> _Packed:
-        """Return the object that autograd or a region keeps in place of `tensor`; unpacking it is `event`."""
+        """Return the object that autograd or a region keeps in place of `tensor`; its unpacking counts as `event`."""
         parcel = self._parcel_of(tensor)
         packed = _Packed(tensor, parcel, self, event)
         parcel.packed.append(weakref.ref(packed))
@@ -252,7 +254,7 @@ class OffloadedForward:
 
     @contextlib.contextmanager
     def running(self, saves: dict[int, OffloadRef], event: NodeRef | None) -> Iterator[None]:
-        """While a node runs: its saves are counted, and asking for one is `event`."""
+        """Count the saves of a node while it runs; `event` is when they are unpacked."""
         self._saves, self._event, self._count = saves, event, 0
         try:
             yield
@@ -263,9 +265,9 @@ class OffloadedForward:
             self._due.clear()
 
     def leave(self, values: Any) -> None:
-        """`values` are what the running node takes, which others may read: none of them is a save that a plan has sent.
+        """Drop due saves that are tensors among `values`, the node's inputs, since others may read them.
 
-        Where a kernel saves its input and not the copy that it makes on fakes, nothing is sent, and `release` says so.
+        If a kernel saves its input, and on fake tensors saved a copy, nothing is sent, and `release` reports it.
         """
         if self._due:
             tensors = (t for t in tree_leaves(values) if isinstance(t, Tensor) and not is_wrapper(t))
@@ -273,7 +275,7 @@ class OffloadedForward:
             self._due = [due for due in self._due if due[1].untyped_storage()._cdata not in others]
 
     def send(self, planned: OffloadRef, tensor: Tensor) -> None:
-        """The storage of `tensor` is complete: it is the one that `planned` names."""
+        """Begin to send the storage of `tensor`, which is complete, as `planned`."""
         parcel = self._parcel_of(tensor)
         self._out[planned.host_offset] = parcel
         self._to_fetch.setdefault(planned.fetch, {})[planned.host_offset] = weakref.ref(parcel)
@@ -289,7 +291,7 @@ class OffloadedForward:
         return self._host[0], planned.host_offset
 
     def release(self, offloads: Iterable[OffloadRef]) -> None:
-        """Raises PlanMismatch where something was never sent."""
+        """Release the device memory of `offloads`. Raises PlanMismatch if one was never sent."""
         for planned in offloads:
             parcel = self._out.pop(planned.host_offset, None)
             if parcel is None:
@@ -303,12 +305,12 @@ class OffloadedForward:
                 parcel.release()
 
     def give_up(self) -> None:
-        """Let go of what this forward was about to move: it has failed."""
+        """Drop everything that this failed forward was about to move."""
         self._out.clear()
         self._to_fetch.clear()
 
     def fetch(self, event: NodeRef) -> None:
-        """Begin to bring back what is planned for `event`, in the order in which it will be asked for."""
+        """Begin to bring back the offloads planned for `event`, in the order in which they are used."""
         for _, reference in sorted(self._to_fetch.pop(event, {}).items()):
             if (parcel := reference()) is not None:
                 parcel.fetch()
@@ -338,13 +340,13 @@ class Offloader:
         return self._copies[device]
 
     def take_host(self, forward: OffloadedForward, copies: Copies) -> Host:
-        """Host memory for one forward. (Rule 5)"""
+        """Return host memory for one forward. (Rule 5)"""
         host = self._free.pop() if self._free else copies.host(self._host_bytes)
         weakref.finalize(forward, self._free.append, host).atexit = False
         return host
 
     def run(self, call: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Graph call number `call` of a forward."""
+        """Run graph call `call` of a forward."""
         if call <= self._last_call:
             self.forward = OffloadedForward(self)
         self._last_call = call

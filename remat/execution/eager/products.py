@@ -16,12 +16,12 @@ _OTHERS = "inputs_of_others"  # key of a graph module's meta
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether `node` is a linear product, by itself or in slices: nothing that it returns is a view of its weight."""
+    """Return whether `node` is a linear product, chunked or not; its value is never a view of its weight."""
     return node.op == "call_function" and (called(node) == "linear" or ROWS in node.meta)
 
 
 def require_products(graph_module: fx.GraphModule, args: Sequence[Any], weights: HostWeights) -> None:
-    """Raise UsageError where a weight among `args` that is on the host goes to a node that is no product.
+    """Raise UsageError if a weight on the host among `args` goes to a node that is not a product.
 
     That node's value might be a view, which lives longer than the weight.
     """

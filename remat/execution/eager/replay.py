@@ -26,9 +26,9 @@ def replay(
     workspace_of: Mapping[tuple[str, str], int] | None = None,
     offloads: Sequence[OffloadRef] = (),
 ) -> np.ndarray:
-    """Bytes alive at every operator of the step under `regions` and `offloads`, fixed bytes included.
+    """Return the bytes alive at every operator of the step under `regions` and `offloads`, fixed bytes included.
 
-    workspace_of  kernel's own bytes by operator and signature, see `Profile.workspace_of`
+    workspace_of  workspaces by operator and signature, see `Profile.workspace_of`
     """
     tracker = Tracker(alignment_bytes)
     execute_call, step.execute_call = (

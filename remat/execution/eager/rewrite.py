@@ -113,7 +113,8 @@ class RewriteOptions:
 class Moves:
     """Copies to and from the host that one region makes in a forward and its backward.
 
-    event  what is fetched when it is recomputed      sends  of its saved nodes those whose values are sent
+    event  when it is recomputed: fetches the offloads planned for it
+    sends  saved nodes whose values are sent
     """
 
     forward: OffloadedForward
@@ -124,16 +125,16 @@ class Moves:
 class RegionTape:
     """Record a region in forward, and replay the record when the region is recomputed.
 
-    replaying  it is being recomputed for its own backward
-    again      its nodes run another time: in that recomputation, or in that of the region around it
-    moves      what its region has to do with the host, if anything
-    recomputed what its recomputation is held to, in a first step
+    replaying  whether it is being recomputed for its own backward
+    again      whether its nodes run another time: in that recomputation, or in that of the region around it
+    moves      copies to and from the host of its region, if any
+    recomputed compares its recomputed tensors in a first step
 
     A parameter may be frozen while the forward runs, and not when backward does (the critic of a generator's loss).
     The recomputation is given it as it was.
 
-    A random node whose generator is where the random node before it left it needs no state of its own: in the
-    recomputation that is so again. The generator is put back when the recomputation ends.
+    A random node whose generator is unchanged since the random node before it needs no state of its own: this holds in
+    the recomputation too. The generator is restored when the recomputation ends.
     """
 
     __slots__ = (
@@ -162,7 +163,7 @@ class RegionTape:
         return _NOTHING, _Recomputation(self)
 
     def child(self, key: int) -> RegionTape:
-        """The tape of inner region `key`; in the recomputation the same one as in forward. (Rule 5)"""
+        """Return the tape of inner region `key`; a recomputation gets the same one as forward. (Rule 5)"""
         self._drawn_on = None
         if key not in self.children:
             self.children[key] = RegionTape(self.options, self)
@@ -180,7 +181,7 @@ class RegionTape:
         return function(*args, **kwargs)
 
     def as_in_forward(self, inputs: tuple[Any, ...]) -> Iterable[Any]:
-        """The inputs of the region; in a recomputation, each requires gradients if it did in forward."""
+        """Return the region's inputs; in a recomputation, each requires gradients if it did in forward."""
         learn = tuple(getattr(each, "requires_grad", None) for each in inputs)
         if not self.replaying:
             self._learned = learn
@@ -207,7 +208,7 @@ class RegionTape:
             set_state(*self._before.popitem())
 
     def saved(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any, recipes: Recipes) -> Any:
-        """Run saved node `key`, or replay what it gave. (Rule 3)"""
+        """Run saved node `key`, or replay its results. (Rule 3)"""
         if not self.replaying:
             if self._outer is not None and not self.again:  # Rule 5
                 self._drawn_on = None
@@ -233,14 +234,14 @@ class RegionTape:
         return value
 
     def send(self, moves: Moves) -> None:
-        """The region has run: what its saved nodes gave begins to leave, in the order in which it was made."""
+        """Begin to send the saved nodes' values after the region has run, in the order in which they were made."""
         for key, value in self._sent.items():
             self._saved[key].send(storage_of(value), moves.forward.keep)
             moves.forward.send(moves.sends[key], value)
         self._sent.clear()
 
     def fetch(self) -> None:
-        """The region begins to be recomputed: bring what is planned for it, and what it has saved, if not before."""
+        """Fetch the planned offloads and the saved values when the region's recomputation begins."""
         if self.moves is None:
             return
         if self.moves.event is not None:
@@ -301,7 +302,7 @@ class _Recomputation:
 
 
 def _source_of(args: Any, kwargs: Any) -> Source | None:
-    """The generator that a random node is given, or the device whose own it uses; None under fakes, which draw none."""
+    """Return the generator given to a random node, or the device that has it; None under fakes, which draw none."""
     if fakes_are_on():
         return None
     for given in (*args, *kwargs.values()):
@@ -315,18 +316,18 @@ def _source_of(args: Any, kwargs: Any) -> Source | None:
     return torch.device(kwargs.get("device") or "cpu")
 
 
-# What the nodes of a rewritten graph call. A body's first argument is its region's tape.
+# Functions that the nodes of a rewritten graph call. A body's first argument is its region's tape.
 
 
 def _states_of(node: fx.Node) -> tuple[Any, ...]:
-    """The module state that a node updates: running statistics, or the counter itself."""
+    """Return the module state that a node updates: running statistics, or the counter itself."""
     if called(node) != "batch_norm":
         return node.args[:1]
     return (*node.args[1:3], *(node.kwargs.get(name) for name in _RUNNING))
 
 
 def _place_of(node: fx.Node) -> str:
-    """A node as people find it: what it calls, and in which module."""
+    """Describe a node for people: the function that it calls, and the module."""
     return f"`{called(node)}` in {module_path(node) or 'the model'}"
 
 
@@ -338,12 +339,12 @@ def _all_once(region: CallRegion) -> frozenset[int]:
 class _Body:
     """The nodes of a region as a function (run, *state, *inputs).
 
-    text        what messages call it
-    early_stop  end a recomputation at the last tensor that backward needs; not where that might be between the opening
+    text        its name in messages
+    early_stop  end a recomputation at the last tensor that backward needs; False if that might be between the opening
                 and the closing of a context, which would stay open
 
-    The first `states` inputs are module state that the region updates. They are passed on as they are: autograd
-    would refuse to give back a saved tensor that has changed since.
+    The first `states` inputs are module state that the region updates. They bypass autograd, which would refuse to
+    return a saved tensor that has changed since.
     """
 
     function: fx.GraphModule
@@ -377,7 +378,11 @@ class _Body:
 def _top_region(
     body: _Body, options: RewriteOptions, event: NodeRef | None, sends: dict[int, OffloadRef], name: str
 ) -> Callable[..., Any]:
-    """`event` where something is fetched from the host when it is recomputed; `sends` of its saved nodes' values."""
+    """Make the function that runs an outermost region.
+
+    event  fetches offloads when the region is recomputed
+    sends  saved nodes whose values go to the host
+    """
 
     def call(*inputs: Any) -> Any:
         options.counts.regions += 1
@@ -417,7 +422,7 @@ def _saved(function: Callable[..., Any], key: int) -> Callable[..., Any]:
 
 
 def _once(function: Callable[..., Any], key: int) -> Callable[..., Any]:
-    """A counter: what it returns is what it changed. (Rule 4)"""
+    """Wrap a counter update, which returns its changed argument; a recomputation skips it. (Rule 4)"""
 
     def call(tape: RegionTape, *args: Any, **kwargs: Any) -> Any:
         return args[0] if tape.again else function(*args, **kwargs)
@@ -426,9 +431,9 @@ def _once(function: Callable[..., Any], key: int) -> Callable[..., Any]:
 
 
 def _batch_norm(function: Callable[..., Any], key: int) -> Callable[..., Any]:
-    """Batch normalisation in training: running statistics do not enter its output. (Rule 4)
+    """Wrap batch normalisation in training, whose output does not depend on running statistics. (Rule 4)
 
-    Autograd saves them all the same, so the recomputation works on copies and not without them.
+    Autograd saves the statistics all the same, so the recomputation runs on copies of them.
     """
 
     def call(tape: RegionTape, *args: Any, **kwargs: Any) -> Any:
@@ -442,7 +447,7 @@ def _batch_norm(function: Callable[..., Any], key: int) -> Callable[..., Any]:
 
 
 def _plain(function: Callable[..., Any], key: int) -> Callable[..., Any]:
-    """A node that needs nothing of its region, in the form of those that do."""
+    """Wrap a node that needs nothing of its region, to have the same signature as others."""
 
     def call(tape: RegionTape, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -451,7 +456,7 @@ def _plain(function: Callable[..., Any], key: int) -> Callable[..., Any]:
 
 
 def _counted(wrapped: Callable[..., Any]) -> Callable[..., Any]:
-    """Any node of a body that is not saved, when recomputations are counted."""
+    """Wrap a node that is not saved, to count its recomputations."""
 
     def call(tape: RegionTape, *args: Any, **kwargs: Any) -> Any:
         tape.options.counts.recomputed_nodes += tape.again
@@ -460,11 +465,11 @@ def _counted(wrapped: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# What nodes run in where weights are on the host.
+# Wrapper of nodes with weights on the host.
 
 
 def _using(weights: HostWeights, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A product, of whichever layer: graphs that Dynamo breaks off are called for several."""
+    """Wrap a product with a weight on the host; a graph that Dynamo shares between layers uses any layer's."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         layers = {layer for value in (*args, *kwargs.values()) if (layer := weights.layer_of(value)) is not None}
@@ -476,13 +481,13 @@ def _using(weights: HostWeights, function: Callable[..., Any]) -> Callable[..., 
     return call
 
 
-# What stands outside regions where a plan has offloads.
+# Nodes outside regions of a plan with offloads.
 
 
 def _running(
     offloader: Offloader, function: Callable[..., Any], saves: dict[int, OffloadRef], event: NodeRef | None
 ) -> Callable[..., Any]:
-    """A node whose saves go to the host, or at whose backward something is fetched."""
+    """Wrap a node whose saved tensors go to the host, or whose backward fetches some."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with offloader.forward.running(saves, event):
@@ -503,7 +508,7 @@ def _sent(offloader: Offloader, planned: OffloadRef) -> Callable[..., Any]:
 def _between_slices(
     offloader: Offloader, head: ChunkedLoss, function: Callable[..., Any], releases: dict[int, list[OffloadRef]]
 ) -> Callable[..., Any]:
-    """A loss in slices, between which something is let go of; what is left then, of fewer slices, behind it."""
+    """Wrap a chunked loss that releases offloads between slices; with fewer slices, the rest after it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         left = dict(sorted(releases.items()))
@@ -537,7 +542,7 @@ def rewrite(
     options: RewriteOptions,
     offloads: CallOffloads | None = None,
 ) -> fx.GraphModule:
-    """`graph_module` with `regions` (disjoint, in order) as submodules run under checkpoint, and with `offloads`.
+    """Rewrite `graph_module` so that `regions` (disjoint, in order) run under checkpoint, with `offloads`.
 
     Parameters stay inputs of the graph, as Dynamo made them. The result has passed `lint()`.
     """
@@ -552,7 +557,7 @@ class _Rewriter:
         self._options = options
 
     def top(self, regions: Sequence[CallRegion]) -> fx.GraphModule:
-        """The whole graph: nodes outside regions as they stand."""
+        """Rewrite the whole graph; nodes outside regions stay unchanged."""
         graph = fx.Graph()
         environment: dict[fx.Node, fx.Node] = {}
         owner = {i: region for region in regions for i in range(region.first, region.last + 1)}
@@ -584,7 +589,7 @@ class _Rewriter:
             replace_target(copy, with_name(between, "releasing"))
 
     def _note_saves(self, copy: fx.Node, ordinal: int) -> None:
-        """Let the offloader see what autograd saves while a node runs, where that matters."""
+        """Wrap `node` so that the offloader sees the tensors that autograd saves, if any are offloaded."""
         saves, event = self._offloads.saves.get(ordinal, {}), self._offloads.events.get(ordinal)
         if self._options.offloader is not None and (saves or event is not None):
             running = _running(self._options.offloader, as_function(copy), saves, event)
@@ -597,9 +602,9 @@ class _Rewriter:
         environment: dict[fx.Node, fx.Node],
         saved: frozenset[int] = frozenset(),
     ) -> None:
-        """Behind a node or a region: send what was made there, and let go of what has been sent.
+        """Add nodes behind a node or a region that send its values and release what has been sent.
 
-        What the region has `saved` it sends itself.
+        The region itself sends the values of the nodes that it `saved`.
         """
         offloader = self._options.offloader
         if offloader is None:
@@ -639,7 +644,7 @@ class _Rewriter:
             environment[output] = graph.call_function(operator.getitem, (call, i))
 
     def _boundary(self, region: CallRegion) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
-        """(module state that the region updates, its other inputs, its outputs)"""
+        """Return (module state that the region updates, its other inputs, its outputs)."""
         inside = self._nodes[region.first : region.last + 1]
         members = set(inside)
         inputs = dict.fromkeys(n for node in inside for n in node.all_input_nodes if n not in members)
@@ -665,7 +670,7 @@ class _Rewriter:
         return self._module(graph)
 
     def _wrap(self, node: fx.Node, region: CallRegion, ordinal: int, tape: fx.Node) -> None:
-        """Let `node` be called through `tape` where Rules 2-4 need it."""
+        """Call `node` through `tape` if Rules 2-4 need it."""
         if ordinal in region.once:
             wrapper: Callable[..., Any] = _batch_norm if called(node) == "batch_norm" else _once
         elif ordinal in region.saved:

@@ -18,7 +18,7 @@ from remat.host.weights import HostWeights
 
 
 def regions_by_call(regions: Sequence[RegionRef]) -> dict[int, tuple[CallRegion, ...]]:
-    """The regions of each graph call, in ordinals of that call."""
+    """Return the regions of each graph call, in ordinals of that call."""
     calls: dict[int, list[CallRegion]] = {}
     for region in regions:
         calls.setdefault(region.call, []).append(_call_region(region))
@@ -39,9 +39,9 @@ def _call_region(region: RegionRef) -> CallRegion:
 class RewrittenCalls:
     """Runs each graph call of a forward with its regions; rewritten graphs are made once.
 
-    find           where the regions of a call are in its graph; by default where `regions` say
-    find_offloads  the same of `offloads`
-    copies         who makes copies between the device and the host; by default who can on the device at hand
+    find           returns the regions of a call in its graph; by default those of `regions`
+    find_offloads  the same for `offloads`
+    copies         makes copies between device and host; chosen for the device at hand by default
     watch          see `RewriteOptions`
     """
 
@@ -68,7 +68,7 @@ class RewrittenCalls:
         self._rewritten: dict[tuple[int, int], fx.GraphModule] = {}
 
     def bring(self, weights: HostWeights | None) -> None:
-        """Bring these weights to the device where nodes use them; no call has run yet."""
+        """Bring these weights to the device for the nodes that use them; call this before any graph call."""
         self._options = dataclasses.replace(self._options, weights=weights)
 
     def __call__(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:

@@ -34,7 +34,7 @@ _CAST = torch.ops.aten._to_copy.default
 
 @dataclasses.dataclass(frozen=True)
 class _Argument:
-    """A result that lies in the storage of tensor `index` among the arguments; `layout` where it is not that tensor."""
+    """A result in the storage of tensor `index` of the arguments; `layout` if it is not that tensor itself."""
 
     index: int
     layout: tuple[Any, Any, Any] | None = None
@@ -48,14 +48,14 @@ class Away(Protocol):
     """A tensor that may be on the host."""
 
     def fetch(self) -> None:
-        """Take memory for it on the device, and begin to bring it back."""
+        """Allocate its memory on the device, and begin to bring it back."""
 
     def value(self) -> torch.Tensor:
-        """It, on the device."""
+        """Return the tensor on the device."""
 
 
 class _Kept:
-    """A tensor as an operator gave it, apart from autograd, and its version when the node had ended."""
+    """A tensor as an operator returned it, detached, with its version when the node ended."""
 
     __slots__ = ("_away", "_tensor", "version")
 
@@ -78,7 +78,7 @@ class _Kept:
         return self.tensor._version != self.version
 
     def send(self, pack: Callable[[torch.Tensor], Away]) -> None:
-        """Leave it to what `pack` makes of it, until it is asked for."""
+        """Move the tensor to where `pack` puts it, until it is asked for."""
         self._away, self._tensor = pack(self.tensor), None
 
     def fetch(self) -> None:
@@ -90,7 +90,7 @@ class _Kept:
 class Tape:
     """The results of a saved node's operators, in order.
 
-    results  (operator, what it returned with a `_Kept` or an `_Argument` in the place of every tensor)
+    results  (operator, its result with a `_Kept` or an `_Argument` in place of every tensor)
     kept     every `_Kept` in them
     writes   whether an operator wrote to something
     """
@@ -98,7 +98,7 @@ class Tape:
     __slots__ = ("kept", "results", "writes")
 
     def send(self, storage: int, pack: Callable[[torch.Tensor], Away]) -> None:
-        """Leave what is kept in `storage` to what `pack` makes of it."""
+        """Send kept tensors in `storage` to where `pack` puts them."""
         self.require_unchanged()
         for kept in self.kept:
             if storage_of(kept.tensor) == storage:
@@ -110,7 +110,7 @@ class Tape:
         self.writes = False
 
     def fetch(self) -> None:
-        """Begin to bring back what has been sent."""
+        """Begin to bring back the sent tensors."""
         for kept in self.kept:
             kept.fetch()
 
@@ -142,12 +142,12 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 class Save(LeanMode):
-    """Keeps what operators return while a saved node runs.
+    """Keeps the results of operators while a saved node runs.
 
-    tape   what is kept
+    tape   the kept results
     drawn  whether an operator may have drawn random numbers
 
-    Raises RematError, naming the operator, for what can be neither left out nor run again.
+    Raises RematError, naming the operator, for one that can be neither skipped nor run again.
     """
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class Save(LeanMode):
         return bool(self._made)
 
     def _require_own(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Refuse a write to what the node did not make: it can be neither left out nor repeated."""
+        """Refuse a write to a tensor that the node did not create: it can be neither skipped nor repeated."""
         own = {storage_of(kept.tensor) for kept in self.tape.kept} | self._made
         if any(storage_of(tensor) not in own for tensor in written(func, args, kwargs)):
             raise RematError(
@@ -196,7 +196,7 @@ class Save(LeanMode):
 
 
 def _encoded(func: Any, out: Any, args: Any, kwargs: Any, into: list[_Kept]) -> Any:
-    """`out` with a `_Kept`, added to `into`, or an `_Argument` in the place of every tensor."""
+    """Replace every tensor of `out` by a `_Kept`, added to `into`, or by an `_Argument`."""
     given = list(tensors_of(args, kwargs))
     seen: dict[int, _Kept] = {}
 
@@ -226,9 +226,9 @@ def _encoded(func: Any, out: Any, args: Any, kwargs: Any, into: list[_Kept]) -> 
 class Recipe:
     """How to save a node without watching it: it keeps one tensor, which is its value's memory, and it writes nothing.
 
-    That is what a linear layer does, or an activation. Where a signature says that a call is like an earlier one, the
-    same operators run, and what they return lies in the value as it did then. A replay watches all the same, so a node
-    that asks for other operators after all is an error there.
+    A linear layer or an activation is such a node. If a call has the signature of an earlier one, the same operators
+    run, and their results have the same places in the value. A replay watches all the same, so a node that runs other
+    operators after all is an error there.
     """
 
     __slots__ = ("_layout", "_results")
@@ -247,9 +247,9 @@ class Recipe:
 
 
 def signature_of(args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-    """Return the properties of arguments that decide which operators a call runs; None where they cannot be told.
+    """Return the properties of arguments that decide which operators a call runs; None if they are unknown.
 
-    Under autocast they cannot: it may or may not have cached a cast.
+    They are unknown under autocast, which may or may not have cached a cast.
     """
     found: list[Any] = [torch.is_grad_enabled(), *kwargs]
     for value in (*args, *kwargs.values()):
@@ -270,7 +270,7 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 
 def recipe_of(save: Save, value: Any) -> Recipe | None:
-    """The recipe of a call that `save` has watched and that returned `value`; None where it has to be watched."""
+    """Return the recipe of a call that `save` watched and that returned `value`; None if calls must be watched."""
     tape = save.tape
     if save.drawn or save.has_cast or tape.writes or len(tape.kept) != 1 or type(value) is not torch.Tensor:
         return None
@@ -293,7 +293,7 @@ def _kept_in(value: Any) -> Iterator[_Kept]:
 
 
 class RanAgain(LeanMode):
-    """Sees what runs below a `Replay`. `found` if that was more than views, casts and writes to casts."""
+    """Sees the operators below a `Replay`; `found` says whether any were more than views, casts and writes to casts."""
 
     def __init__(self) -> None:
         self.found = False
@@ -310,17 +310,17 @@ class RanAgain(LeanMode):
 
 
 class Replay(LeanMode):
-    """Gives back what `Save` kept, without running the operators that made it.
+    """Returns the results that `Save` kept, without running their operators.
 
-    again  whether the tape will be asked once more; otherwise what it keeps is handed out itself
+    again  whether the tape will be used once more; otherwise the kept tensors themselves are returned
 
-    Raises RematError where the node asks for other operators than it did in forward, or a kept tensor has changed.
+    Raises RematError if the node runs other operators than in forward, or a kept tensor has changed.
     """
 
     def __init__(self, tape: Tape, *, again: bool):
         tape.require_unchanged()
         self._again = again
-        # Storages of what is kept; only writes ask for them.
+        # Storages of kept tensors; only writes look them up.
         self._final = {storage_of(kept.tensor) for kept in tape.kept} if tape.writes else set()
         self._results = tape.results[::-1]  # a result that is handed out is let go
         if not again:
@@ -333,7 +333,7 @@ class Replay(LeanMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         if func is _CAST:
             out = func(*args, **kwargs) if kwargs else func(*args)
-            self._final.discard(storage_of(out))  # what had this address before is no more
+            self._final.discard(storage_of(out))  # the storage that had this address is gone
             return out
         value = self._next(func) if traits.returns else None
         if traits.writes and any(storage_of(t) not in self._final for t in written(func, args, kwargs)):
@@ -343,7 +343,7 @@ class Replay(LeanMode):
         return self._decoded(value, list(tensors_of(args, kwargs)))
 
     def _next(self, func: Any) -> Any:
-        """Return the recorded result of the next operator, which has to be `func`."""
+        """Return the recorded result of the next operator, which must be `func`."""
         found, value = self._results.pop() if self._results else (None, None)
         if found is not func:
             raise RematError(

@@ -102,7 +102,7 @@ class ModuleRegions:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies count for themselves."""
+        """Give copies counters of their own."""
         fresh = {
             "counts": ModuleCounts(),
             "entered": collections.Counter(),
@@ -162,9 +162,9 @@ class ModuleRegion:
         )
 
     def _run(self, names: tuple[str, ...], *values: Any) -> Any:
-        """The original forward; the last of `values` are keyword arguments.
+        """Run the original forward; the last of `values` are keyword arguments.
 
-        They are given to `checkpoint` one by one, because only of tensors given so does autograd notice changes.
+        They are passed to `checkpoint` one by one: autograd notices changes only of tensors passed so.
         """
         positional = len(values) - len(names)
         return self.original(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
@@ -186,7 +186,7 @@ class _ModuleRecomputation:
         self._region = region
         self._states = states
         self._stack = contextlib.ExitStack()
-        self.recomputed: Recomputed | None = None  # what it is held to
+        self.recomputed: Recomputed | None = None  # compares it with forward in a first step
 
     def contexts(self) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
         return contextlib.nullcontext(), self
@@ -209,9 +209,9 @@ class _ModuleRecomputation:
 
 
 def _random_states(module: nn.Module, args: Any, kwargs: Any) -> dict[Source, Any]:
-    """States of the CPU's generator, of that of the module's device, and of those that it keeps or is given.
+    """Return the states of the CPU's and the module's generators, and of those among its attributes or arguments.
 
-    None under fake tensors, which draw nothing.
+    Empty under fake tensors, which draw nothing.
     """
     if fakes_are_on():
         return {}
@@ -223,7 +223,7 @@ def _random_states(module: nn.Module, args: Any, kwargs: Any) -> dict[Source, An
 
 @contextlib.contextmanager
 def _drawing_from(states: Mapping[Source, Any]) -> Iterator[None]:
-    """The generators in these states, and as they were afterwards."""
+    """Set generators to these states, and restore them afterwards."""
     before = {source: state_of(source) for source in states}
     try:
         for source, state in states.items():
@@ -239,7 +239,7 @@ def _drawing_from(states: Mapping[Source, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_copies(norm: nn.Module) -> Iterator[None]:
-    """`norm` with a forward that leaves its running statistics and its counter alone."""
+    """Give `norm` a forward that leaves its running statistics and its counter unchanged."""
     had = norm.__dict__.get("forward")
     if isinstance(had, ModuleRegion):  # the region is the normalisation itself
         replaced, had.replaced = had.replaced, _keeping_state(norm, had.original)
@@ -278,12 +278,12 @@ def _keeping_state(norm: nn.Module, forward: Callable[..., Any]) -> Callable[...
 
 
 class PlannedModules(PlannedForward):
-    """The forward of a model whose plan has modules for regions: the original one, held to the plan."""
+    """The original forward of a model whose plan has modules for regions, checked against the plan."""
 
     calls: ModuleRegions  # type: ignore[assignment]
 
     def install(self) -> None:
-        """Put the regions in; raises PlanMismatch for a plan of another model."""
+        """Install the regions. Raises PlanMismatch for a plan of another model."""
         self._compare_size()
         self.calls = ModuleRegions(self.model, self.plan.regions)
 
@@ -328,7 +328,7 @@ class PlannedModules(PlannedForward):
         return result
 
     def _compare_masks(self, args: Any, kwargs: Any) -> None:
-        """Untraced, the model looks at its masks by itself; what they cost was planned for or not."""
+        """Warn if the batch is padded and the plan is not for that: untraced, the model inspects its own masks."""
         if self._planned_masks.padded or not masks_of(named_tensors(self.original, args, kwargs), all_ones).padded:
             return
         self._not_as_planned("padding", f"{PADDING}.")
@@ -342,7 +342,7 @@ class PlannedModules(PlannedForward):
             )
 
     def _compare_region(self, module: nn.Module) -> None:
-        """The dtypes that a region computes in: sharding may keep parameters in others."""
+        """Check the dtypes that a region computes in: sharding may store parameters in others."""
         found, planned = dtypes_of(module), self.plan.about["parameter_dtypes"]
         if not set(found) <= set(planned):
             raise PlanMismatch(f"the plan is for parameters of {planned}, a region of this model has {found}.")

@@ -30,7 +30,7 @@ def replay_modules(
 
 
 def track_untraced(step: FakeStep, regions: Sequence[RegionRef], *, alignment_bytes: int = 1) -> Tracked:
-    """An untraced step under `regions`."""
+    """Track an untraced step under `regions`."""
     with step.untraced():
         installed = ModuleRegions(step.model, regions)
         installed.recompute_context = lambda: _both(step.recompute_context, step.eager_context)

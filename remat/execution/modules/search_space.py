@@ -26,9 +26,9 @@ Module = tuple[int, int, str]  # first node, end, path
 
 
 def find_module_space(graph: Graph) -> Space:
-    """Regions are modules; the smallest ones are left out where there would be too many segments.
+    """Find the plans whose regions are modules; the smallest modules are left out if there are too many segments.
 
-    Raises UsageError for a graph out of an older profile, which does not name the modules that were called.
+    Raises UsageError for a graph from an older profile, which does not name the modules that were called.
     """
     if CALLED_MODULES not in graph.about:
         raise UsageError("this profile does not say which modules were called; make it again with `remat profile`.")
@@ -47,7 +47,7 @@ def find_module_space(graph: Graph) -> Space:
 
 
 def eligible_modules(graph: Graph) -> tuple[Module, ...]:
-    """The modules that may be regions, outer ones first. (Rules 1, 2 and 4)"""
+    """List the modules that may be regions, outer ones first. (Rules 1, 2 and 4)"""
     legal = set(legal_cuts(graph))
     found: dict[tuple[int, int], str] = {}
     for path, members in _members(graph).items():
@@ -61,7 +61,7 @@ def eligible_modules(graph: Graph) -> tuple[Module, ...]:
 
 
 def _members(graph: Graph) -> dict[str, list[int]]:
-    """The nodes that run inside each module whose forward is called, outer modules first."""
+    """Return the nodes that run inside each module whose forward is called, outer modules first."""
     members: dict[str, list[int]] = {path: [] for path in graph.about.get(CALLED_MODULES, ()) if path}
     for i, node in enumerate(graph.nodes):
         parts = node.module.split(".") if node.module else []
