@@ -43,7 +43,7 @@ ROOMS = {
         *("capture", "chunking", "costing", "evaluation", "formulation", "fusion", "host", "offloading"),
         *("recording", "workload"),
     ),
-    "compiled": ("capture", "costing", "execution", "fusion", "recording", "workload"),
+    "compiled": ("capture", "chunking", "costing", "execution", "fusion", "recording", "workload"),
     "planning": (
         *("capture", "chunking", "costing", "cuda_kernels", "evaluation", "execution", "formulation", "host"),
         *("offloading", "recording", "reservation", "solvers", "workload"),

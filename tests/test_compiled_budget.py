@@ -334,7 +334,7 @@ def test_backward_decides_as_forward_did(
 
 
 def value(name: str, size: int, inputs: tuple[int, ...], stage: int | None, **changed: Any) -> Value:
-    made = Value(name, size, 0.0, 1.0, size, inputs, stage, stage, can_save=True, can_remake=True)
+    made = Value(name, size, 0.0, 1.0, size, False, 0.0, inputs, stage, stage, can_save=True, can_remake=True)
     return dataclasses.replace(made, **changed)
 
 
@@ -377,7 +377,9 @@ def test_the_program_finds_what_trying_every_choice_finds(budget: int) -> None:
         value("c", 2, (1,), None),
         value("d", 4, (0, 2), 1),
     )
-    for joint in (CHAIN, dataclasses.replace(CHAIN, uses=2), Joint(wide, (1, 0, 2, 1))):
+    fusing = tuple(dataclasses.replace(each, fuses=True, held_us=0.25) for each in CHAIN.values)
+    others = (Joint(wide, (1, 0, 2, 1)), Joint(fusing, (1, 1, 1)))
+    for joint in (CHAIN, dataclasses.replace(CHAIN, uses=2), *others):
         choices = [judged(joint, saved) for saved in subsets(joint)]
         fitting = [c.price_us for c in choices if max(c.kept_bytes, *c.alive_bytes) <= budget]
         answer = solve(joint, budget, gap=0.0)

@@ -10,10 +10,8 @@ from torch import nn
 
 from remat.errors import UsageError
 from remat.execution.planned_forward import OnLarger
-from remat.planning.forms import is_power_of_two
-from remat.planning.request import BITWISE, SUMS
 from remat.units import parse_bytes
-from remat.workload.training_loop import HOLDS, Holds
+from remat.workload.training_loop import HOLDS, Holds, is_power_of_two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Asked:
     outside: str | int = 0
     uses: int = 1
     holds: Holds = "outputs"
-    numerics: str = SUMS
+    numerics: str = "sums"
     on_larger: OnLarger = "warn"
     model: nn.Module | None = None
     mode: str | None = None
@@ -41,14 +39,14 @@ class Asked:
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise UsageError(f"`{name}=` is a number of times, 1 or more, not {count!r}.")
-        for name, known in {"holds": HOLDS, "on_larger": get_args(OnLarger), "numerics": (BITWISE, SUMS)}.items():
+        for name, known in {"holds": HOLDS, "on_larger": get_args(OnLarger), "numerics": ("bitwise", "sums")}.items():
             if (chosen := getattr(self, name)) not in known:
                 raise UsageError(f"`{name}=` is {' or '.join(map(repr, known))}, not {chosen!r}.")
 
     @property
     def may_chunk_losses(self) -> bool:
-        """Whether gradients of heads may be added up chunk by chunk; other gradients must not round otherwise."""
-        return self.numerics != BITWISE and is_power_of_two(self.accumulation)
+        """Whether heads may run in chunks, which changes the rounding of their weights' gradients and of no others."""
+        return self.numerics != "bitwise" and is_power_of_two(self.accumulation)
 
     @property
     def budget_bytes(self) -> int:

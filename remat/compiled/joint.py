@@ -8,8 +8,9 @@ Rule 1  A value is a storage. Views of one, and the outputs of an operator that 
         parts of.
 Rule 2  Backward is cut into stages at the operators that call kernels of libraries (products, convolutions,
         attention). What fuses runs in the stage of the kernel before it.
-Rule 3  A value is materialized where such a kernel makes or reads it, or where it lives through several stages; random
-        numbers always are, by Inductor. Others stay in registers of a fused kernel: they take no memory and no traffic.
+Rule 3  A value is materialized where such a kernel makes or reads it, or where it is read in several stages; random
+        numbers always are, by Inductor. Others stay in registers of a fused kernel: they take no memory and no traffic,
+        unless a choice makes them again before the stage that reads them last, for what is made of them.
 Rule 4  Saving a value costs its read in backward, and its write where forward would not have written it. Making it
         again costs a kernel's time by the roofline, or its traffic where it fuses.
 Rule 5  Random operators, effects, collectives and operators that are not torch's own run once. So does what reads an
@@ -53,7 +54,9 @@ class Value:
 
     name         of the node                         size_bytes  of its storage
     save_us      traffic if it is saved              remake_us   time if backward makes it again
-    remade_bytes that it takes in backward if made again: none where it fuses
+    remade_bytes that it takes in backward if made again
+    fuses        whether it takes them only where it is made before the last stage that needs it
+    held_us      its write in that case, beside `remake_us`
     inputs       values that it is made of, by position
     first, last  stages of backward that read it, None where only other values do
     can_save, can_remake   whether it may be
@@ -64,6 +67,8 @@ class Value:
     save_us: float
     remake_us: float
     remade_bytes: int
+    fuses: bool
+    held_us: float
     inputs: tuple[int, ...]
     first: int | None
     last: int | None
@@ -154,7 +159,9 @@ class _Builder:
             size_bytes=size,
             save_us=self._traffic_us(size * (1 if is_written else 2)),
             remake_us=self._remake_us(node, is_materialized) if can_remake else 0.0,
-            remade_bytes=size if is_materialized else 0,
+            remade_bytes=size,
+            fuses=not is_materialized,
+            held_us=0.0 if is_materialized else self._traffic_us(size),
             inputs=tuple(sorted(inputs)),
             first=min(stages, default=None),
             last=max(stages, default=None),

@@ -1,11 +1,12 @@
 """The choice of saved values as an integer program over a joint graph (after Checkmate, Jain et al. 2020).
 
 Data       values v in the order of the forward, stages t of backward
-           w[v] bytes of a value, w'[v] if it is made again; c[v] traffic if it is saved, p[v] time to make it again
+           w[v] bytes of a value, w'[v] if it is made again; c[v] traffic if it is saved, p[v] time to make it again,
+           h[v] more if it fuses and is held
            first[v], last[v] stages that read it; b[t] what backward itself has; f, g[t] what compiled code has beside
 Variables  s[v] = 1    v is saved
            r[v,t] = 1  v has been made again in stage t or before it
-Minimise   sum c[v] s[v] + p[v] r[v, due[v]]                                                   (1)
+Minimise   sum c[v] s[v] + p[v] r[v, due[v]] + h[v] r[v, last[v] - 1]                          (1)
 s.t.       s[v] + r[v, first[v]] >= 1                     where backward reads v               (2)
            r[v,t] <= s[u] + r[u,t]                        for every input u of v               (3)
            r[v,t] <= r[v,t+1]                                                                  (4)
@@ -15,8 +16,9 @@ s.t.       s[v] + r[v, first[v]] >= 1                     where backward reads v
 k is what other runs of the graph have saved: (uses - 1) times the sum in (5).
 
 A value that is made again is made once, when it is first needed, and stays until it was last needed: so does torch's
-partitioner. due[v] is the stage by which v is made if at all: first[v], or that of the values made of it. The last need
-that (6) counts is the latest that any choice can bring about.
+partitioner. One that fuses takes no memory in the stage that needs it last: there (6) has r[v, t-1]. due[v] is the
+stage by which v is made if at all: first[v], or that of the values made of it. The last need that (6) counts is the
+latest that any choice can bring about.
 
 `judged` is the same in plain words, for one choice: what is made again and when, its price and its peaks. Choices of
 any origin are compared by it. r[v,t] is left out where t is long before due[v], so that there are `VARIABLES` of them:
@@ -72,15 +74,18 @@ def judged(joint: Joint, saved: Collection[str]) -> Choice:
         is_saved = value.can_save and (value.name in saved or not value.can_remake)
         if is_saved:
             needed.add(value.name)
-            kept += value.size_bytes
+            taken = value.size_bytes
+            kept += taken
             price += value.save_us
         else:
-            remade += value.remake_us
+            is_held = not value.fuses or last[v] > first
+            taken = value.remade_bytes if is_held else 0
+            remade += value.remake_us + (value.held_us if is_held else 0.0)
             for u in value.inputs:
                 need[u] = first if need[u] is None else min(need[u], first)  # type: ignore[type-var]
                 last[u] = max(last[u], first)
-        change[0 if is_saved else first] += value.size_bytes if is_saved else value.remade_bytes
-        change[last[v] + 1] -= value.size_bytes if is_saved else value.remade_bytes
+        change[0 if is_saved else first] += taken
+        change[last[v] + 1] -= taken
     alive = itertools.accumulate(change[:stages])
     others = (joint.uses - 1) * kept
     curve = tuple(others + each + own for each, own in zip(alive, joint.own_bytes, strict=True))
@@ -209,6 +214,13 @@ class _Program:
         span = self.spans[v]
         return None if span is None else self.r[v].get(min(t, span.due))
 
+    def _held(self, v: int, t: int) -> Any:
+        """The variable that is true if value v, made again, takes memory in stage t; None if it never does."""
+        span = self.spans[v]
+        if span is None or not self.joint.values[v].fuses:
+            return self._made(v, t)
+        return self._made(v, min(t, span.last - 1))
+
     def limit_memory(self, most_bytes: int, more: More) -> None:
         """(5) and (6), with the highest of all sums as a variable."""
         values, unit = self.joint.values, max(sum(value.size_bytes for value in self.joint.values) // _UNITS, 1)
@@ -223,7 +235,7 @@ class _Program:
         for t, own_bytes in enumerate(map(operator.add, self.joint.own_bytes, more.backward)):
             alive = [v for v, span in enumerate(self.spans) if span is not None and t <= span.last]
             terms = [(each, values[v].size_bytes) for v in alive if (each := self.s[v]) is not None]
-            made = [(self._made(v, t), values[v].remade_bytes) for v in alive if values[v].remade_bytes]
+            made = [(self._held(v, t), values[v].remade_bytes) for v in alive if values[v].remade_bytes]
             self._limit([*others, *terms, *(term for term in made if term[0] is not None)], own_bytes, unit)
 
     def _limit(self, terms: Sequence[tuple[Any, int]], more: int, unit: int) -> None:
@@ -236,6 +248,8 @@ class _Program:
         values = self.joint.values
         costs = [(each, v.save_us) for each, v in zip(self.s, values, strict=True) if each is not None]
         costs += [(made, v.remake_us) for i, v in enumerate(values) if (made := self._made(i, _LAST)) is not None]
+        fusing = [i for i, value in enumerate(values) if value.fuses]
+        costs += [(held, values[i].held_us) for i in fusing if (held := self._held(i, _LAST)) is not None]
         self.scale = _UNITS / max(sum(cost for _, cost in costs), 1e-9)
         self.rounded = len(costs) / 2  # the most that rounding adds
         terms = [each for each, _ in costs]

@@ -25,11 +25,10 @@ from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.evaluation.plan import Plan
 from remat.offloading.link import Link
 from remat.planning.budget import Budget, is_share_of_step
-from remat.planning.forms import is_power_of_two
 from remat.planning.micro_batches import BatchCandidate, MicroBatches, Window, largest
 from remat.planning.planner import headroom_on_top
 from remat.planning.request import PlanRequest, Wanted
-from remat.workload.training_loop import TrainingLoop
+from remat.workload.training_loop import TrainingLoop, is_power_of_two
 from remat.workload.workload import Workload
 
 JOINT = "joint optimum"

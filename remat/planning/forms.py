@@ -30,6 +30,7 @@ from remat.execution.base import Execution
 from remat.planning.profiling import VariantProfiles
 from remat.planning.request import FormChoice
 from remat.recording.fake_step import FakeStep
+from remat.workload.training_loop import is_power_of_two
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -228,11 +229,6 @@ class StepForms:
         found = self._execution.price((self._profile_in or self._recorded_in)(form))
         whole_us = self._whole.costs.step_time_us(self._whole.graph)
         return StepForm(form, found, found.costs.step_time_us(found.graph) - whole_us)
-
-
-def is_power_of_two(count: int) -> bool:
-    """Return whether `count` micro-batches divide a loss without rounding."""
-    return not count & (count - 1)
 
 
 def why_whole(execution: Execution, step: FakeStep) -> str | None:

@@ -37,7 +37,7 @@ from remat.formulation.solution import Solution
 from remat.offloading.link import Link
 from remat.planning.budget import Budget
 from remat.planning.comparison import OFFLOAD_ALL, offloaded_by_hand, peak_of, strategy_solution
-from remat.planning.forms import StepForm, is_power_of_two
+from remat.planning.forms import StepForm
 from remat.planning.links import beside_state, require_offloads
 from remat.planning.planner import plan_study
 from remat.planning.portfolio import fastest
@@ -51,7 +51,7 @@ from remat.recording.recorder import record
 from remat.recording.reslice import HeadCall, Resliced, filled
 from remat.recording.tracker import Tracker
 from remat.solvers import EXACT
-from remat.workload.training_loop import TrainingLoop
+from remat.workload.training_loop import TrainingLoop, is_power_of_two
 from remat.workload.workload import Workload
 
 RUNGS = ("as is", "accumulate", "checkpoint")  # of the classic ladder

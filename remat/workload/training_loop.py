@@ -110,3 +110,8 @@ class TrainingLoop:
         """Read the loop in `about` of a graph or plan."""
         names = {field.name for field in dataclasses.fields(TrainingLoop)}
         return TrainingLoop(**{name: value for name, value in about.items() if name in names})
+
+
+def is_power_of_two(count: int) -> bool:
+    """Return whether `count` micro-batches divide a loss without rounding."""
+    return not count & (count - 1)
