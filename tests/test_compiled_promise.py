@@ -168,7 +168,8 @@ def test_a_batch_that_keeps_the_budget_however_it_grows_is_not_told_of() -> None
         ({"uses": True}, "`uses=` is a number"),
         ({"accumulation": 0}, "`accumulation=` is a number of times"),
         ({"mode": "fast"}, "Inductor does not take these options: .*fast"),
-        ({"options": {"no_such": 1}}, "Inductor does not take these options: .*no_such"),
+        ({"numerics": "rounding"}, "`numerics=` is 'bitwise' or 'sums', not 'rounding'"),
+        ({"options": {"no_such": 1}}, "Inductor does not take these options: .{,60}no_such.{,20} `remat` takes budget"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

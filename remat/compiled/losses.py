@@ -81,6 +81,17 @@ def _add_to(total: Tensor, part: Tensor) -> None:
     total.add_(part)
 
 
+@torch.library.custom_op("remat::rows_after", mutates_args=())
+def _rows_after(rows: Tensor, first: int, end: int, made: Sequence[Tensor]) -> Tensor:
+    """Copy rows once the chunk before is done. Otherwise a compiler may make the logits of all chunks first."""
+    return rows[first:end].clone()
+
+
+@_rows_after.register_fake
+def _(rows: Tensor, first: int, end: int, made: Sequence[Tensor]) -> Tensor:
+    return rows.new_empty((end - first, *rows.shape[1:]))
+
+
 class _Sum(RunningSum):
     def add(self, part: Tensor) -> None:
         if self.total is None:
@@ -100,7 +111,9 @@ class UnrolledLoss(ChunkedLoss):
         losses, of_rows, by_row = list[Tensor](), list[Tensor](), None
         of_weight, of_bias = _Sum(given.weight.dtype), _Sum(given.weight.dtype)
         for cut in slices_of(rows.shape[0], self.slices):
-            logits = F.linear(rows[cut], weight, bias)
+            made = [each for each in (*of_rows[-1:], of_weight.total, of_bias.total) if each is not None]
+            here = _rows_after(rows, cut.start, cut.stop, made)
+            logits = F.linear(here, weight, bias)
             opened = self.opened(logits.detach()).requires_grad_()
             with torch.enable_grad():
                 found = self.row_losses(opened, labels[cut], *given.constants)
@@ -112,7 +125,7 @@ class UnrolledLoss(ChunkedLoss):
             if for_rows:
                 of_rows.append(torch.mm(of_logits, weight))
             if for_weight:
-                of_weight.add_product(of_logits.t(), rows[cut])
+                of_weight.add_product(of_logits.t(), here)
             if for_bias:
                 of_bias.add(of_logits.sum(0))
         sums = Sums(of_weight.total, of_bias.total)
