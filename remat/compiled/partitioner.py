@@ -263,14 +263,10 @@ class Search:
     def fits(self, choice: Choice) -> bool:
         return self.needs(self.lower(choice)) <= self.most_bytes
 
-    @functools.cached_property
-    def fits_by_default(self) -> bool:
-        return self._may_fit_by_default and self.fits(self.default)
-
     @property
-    def _may_fit_by_default(self) -> bool:
-        """Whether what it saves fits; where not, its code need not be lowered to know."""
-        return self.default.kept_bytes <= self.most_bytes
+    def fits_by_default(self) -> bool:
+        """Return whether PyTorch's own choice fits; where what it saves does not, its code is not lowered to know."""
+        return self.default.kept_bytes <= self.most_bytes and self.fits(self.default)
 
     def run(self) -> tuple[Choice, float | None] | None:
         """(the cheapest choice found that fits, the bound); None where none was found.
@@ -279,8 +275,7 @@ class Search:
         """
         if self.fits_by_default:
             return self.default, None
-        last = self.default
-        more = self._more(last) if self._may_fit_by_default else More(0, (0,) * len(self.joint.own_bytes))
+        last, more = self.default, self._more(self.default)
         for _ in range(ROUNDS):
             answers = [solve(self.joint, self.most_bytes, more, start=last.saved)]
             if answers[0].saved is None:

@@ -18,7 +18,7 @@ k is what other runs of the graph have saved: (uses - 1) times the sum in (5).
 A value that is made again is made once, when it is first needed, and stays until it was last needed: so does torch's
 partitioner. One that fuses takes no memory in the stage that needs it last: there (6) has r[v, t-1]. due[v] is the
 stage by which v is made if at all: first[v], or that of the values made of it. The last need that (6) counts is the
-latest that any choice can bring about.
+latest that any choice can bring about; the last that (1) counts is backward's own.
 
 `judged` is the same in plain words, for one choice: what is made again and when, its price and its peaks. Choices of
 any origin are compared by it. r[v,t] is left out where t is long before due[v], so that there are `VARIABLES` of them:
@@ -31,7 +31,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from ortools.sat.python import cp_model
@@ -59,33 +59,41 @@ class Choice:
     alive_bytes: tuple[int, ...]
 
 
-def judged(joint: Joint, saved: Collection[str]) -> Choice:
-    """Judge a choice: the price and the bytes of saving `saved`, and of all else that cannot be made again."""
-    values, stages = joint.values, len(joint.own_bytes)
+def _needed(joint: Joint, saved: Collection[str]) -> Iterator[tuple[int, int, int, bool]]:
+    """Yield what backward comes to need: position of the value, its first and last stage, whether it is saved."""
+    values = joint.values
     need: list[int | None] = [value.first for value in values]
     last: list[int] = [-1 if value.last is None else value.last for value in values]
-    change = [0] * (stages + 1)
-    price = remade = 0.0
-    kept, needed = 0, set[str]()
     for v in reversed(range(len(values))):
         value, first = values[v], need[v]
         if first is None:
             continue
         is_saved = value.can_save and (value.name in saved or not value.can_remake)
+        for u in () if is_saved else value.inputs:
+            need[u] = first if need[u] is None else min(need[u], first)  # type: ignore[type-var]
+            last[u] = max(last[u], first)
+        yield v, first, last[v], is_saved
+
+
+def judged(joint: Joint, saved: Collection[str]) -> Choice:
+    """Judge a choice: the price and the bytes of saving `saved`, and of all else that cannot be made again."""
+    stages = len(joint.own_bytes)
+    change = [0] * (stages + 1)
+    price = remade = 0.0
+    kept, needed = 0, set[str]()
+    for v, first, last, is_saved in _needed(joint, saved):
+        value = joint.values[v]
         if is_saved:
-            needed.add(value.name)
             taken = value.size_bytes
+            needed.add(value.name)
             kept += taken
             price += value.save_us
         else:
-            is_held = not value.fuses or last[v] > first
+            is_held = not value.fuses or last > first
             taken = value.remade_bytes if is_held else 0
             remade += value.remake_us + (value.held_us if is_held else 0.0)
-            for u in value.inputs:
-                need[u] = first if need[u] is None else min(need[u], first)  # type: ignore[type-var]
-                last[u] = max(last[u], first)
         change[0 if is_saved else first] += taken
-        change[last[v] + 1] -= taken
+        change[last + 1] -= taken
     alive = itertools.accumulate(change[:stages])
     others = (joint.uses - 1) * kept
     curve = tuple(others + each + own for each, own in zip(alive, joint.own_bytes, strict=True))
@@ -168,9 +176,8 @@ def solve(
     program = _Program(joint)
     program.limit_memory(most_bytes, more or More(0, (0,) * len(joint.own_bytes)))
     program.minimize(least)
-    for each, value in zip(program.s, joint.values, strict=True):
-        if each is not None and start:
-            program.model.add_hint(each, value.name in start)
+    if start:
+        program.begin_with(start)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers, solver.parameters.linearization_level = 1, 2  # the bound is the relaxation's
     solver.parameters.relative_gap_limit, solver.parameters.max_time_in_seconds = gap, time_s
@@ -205,6 +212,16 @@ class _Program:
                     self.model.add_bool_or([made.negated(), *self._there(u, t)])  # (3)
                 if t + 1 in self.r[v]:
                     self.model.add_implication(made, self.r[v][t + 1])  # (4)
+
+    def begin_with(self, saved: Collection[str]) -> None:
+        """Give the solver a choice to begin with."""
+        needed = {v: (first, is_saved) for v, first, _, is_saved in _needed(self.joint, saved)}
+        for v, (each, made) in enumerate(zip(self.s, self.r, strict=True)):
+            first, is_saved = needed.get(v, (_LAST, False))
+            if each is not None:
+                self.model.add_hint(each, is_saved)
+            for t, again in made.items():
+                self.model.add_hint(again, not is_saved and t >= first)
 
     def _there(self, u: int, t: int) -> list[Any]:
         """Variables of which one is true if value u can be read in stage t."""
@@ -248,8 +265,8 @@ class _Program:
         values = self.joint.values
         costs = [(each, v.save_us) for each, v in zip(self.s, values, strict=True) if each is not None]
         costs += [(made, v.remake_us) for i, v in enumerate(values) if (made := self._made(i, _LAST)) is not None]
-        fusing = [i for i, value in enumerate(values) if value.fuses]
-        costs += [(held, values[i].held_us) for i in fusing if (held := self._held(i, _LAST)) is not None]
+        lasts = [(i, v.last - 1) for i, v in enumerate(values) if v.fuses and v.last is not None]
+        costs += [(held, values[i].held_us) for i, t in lasts if (held := self._made(i, t)) is not None]
         self.scale = _UNITS / max(sum(cost for _, cost in costs), 1e-9)
         self.rounded = len(costs) / 2  # the most that rounding adds
         terms = [each for each, _ in costs]
