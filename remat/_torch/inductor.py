@@ -23,7 +23,7 @@ Backend = Callable[..., Callable[..., Any]]
 
 
 def backend_called(name: str) -> Backend:
-    """The backend that `torch.compile` knows under a name."""
+    """Return the backend that `torch.compile` knows under a name."""
     found: Backend = internal("_dynamo.backends.registry.lookup_backend", "compile a captured graph")(name)
     return found
 
@@ -37,7 +37,7 @@ def inductor_with(mode: str | None, options: dict[str, Any]) -> Backend:
 
 
 def aot_eager_with(partition: Callable[..., Any]) -> Backend:
-    """The backend "aot_eager" with another partitioner."""
+    """Return the backend "aot_eager" with another partitioner."""
     make = internal("_dynamo.backends.common.aot_autograd", "keep a plan's regions under aot_eager")
     runs = internal("_dynamo.backends.debugging.boxed_nop", "keep a plan's regions under aot_eager")
     found: Backend = make(fw_compiler=runs, partition_fn=partition, keep_inference_input_mutations=True)
@@ -48,7 +48,7 @@ def aot_eager_with(partition: Callable[..., Any]) -> Backend:
 
 
 def min_cut(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-    """(forward, backward) of a joint graph, by torch's own partitioner, which reads the tags of its nodes."""
+    """Cut a joint graph into (forward, backward) by torch's own partitioner, which reads the tags of its nodes."""
     return internal(
         "_functorch.partitioners.min_cut_rematerialization_partition", "keep a plan's regions under a compiler"
     )(joint, inputs, **options)
@@ -121,13 +121,13 @@ def compiling_with(partitioner: Any, decomposed: Callable[[], dict[Any, Any]]) -
 
 
 def hands_modules_over() -> bool:
-    """Whether what Inductor generates is loaded where `loading_modules` takes it over."""
+    """Return whether this Inductor loads its modules where `loading_modules` takes them over."""
     return hasattr(internal("_inductor.codecache.PyCodeCache", "predict what Inductor allocates"), "load_by_key_path")
 
 
 @contextlib.contextmanager
 def loading_modules(load: Callable[..., Any]) -> Iterator[None]:
-    """While it lasts, `load(key, path, linemap, attrs)` loads what Inductor generates, and nothing is cached."""
+    """Let `load(key, path, linemap, attrs)` load the modules that Inductor generates, and cache nothing."""
     purpose = "predict what Inductor allocates"
     cache = internal("_inductor.codecache.PyCodeCache", purpose)
     with (
@@ -138,14 +138,14 @@ def loading_modules(load: Callable[..., Any]) -> Iterator[None]:
 
 
 def kernels_compiled_by(compiler: Any) -> contextlib.AbstractContextManager[Any]:
-    """While it lasts, generated code that is loaded hands its kernels to `compiler` in place of `AsyncCompile`."""
+    """Let generated code hand its kernels to `compiler` in place of `AsyncCompile`."""
     module = internal("_inductor.async_compile", "predict what Inductor allocates")
     found: contextlib.AbstractContextManager[Any] = mock.patch.object(module, "AsyncCompile", compiler)
     return found
 
 
 def all_aligned() -> contextlib.AbstractContextManager[Any]:
-    """While it lasts, compiled code does not look at the addresses of what it is given: fakes have none."""
+    """Keep compiled code from looking at the addresses of its inputs: fakes have none."""
     internal("_inductor.utils.copy_misaligned_inputs", "predict what Inductor allocates")
     module = internal("_inductor.utils", "predict what Inductor allocates")
     found: contextlib.AbstractContextManager[Any] = mock.patch.object(
@@ -160,7 +160,7 @@ _SAVE, _RECOMPUTE = (CheckpointPolicy.MUST_SAVE,), (CheckpointPolicy.MUST_RECOMP
 
 
 def partition_saving(choose: Callable[[fx.Graph, Any, Callable[[float], list[fx.Node]]], list[fx.Node]]) -> Any:
-    """torch's partitioner with another choice of saved values: a function of a joint graph, its inputs, and options.
+    """Return torch's partitioner with another choice of saved values: a function of joint graph, inputs and options.
 
     choose  of the joint graph, what the partitioner knows of its nodes, and what it would save itself at a ratio of its
             memory budget
@@ -171,7 +171,7 @@ def partition_saving(choose: Callable[[fx.Graph, Any, Callable[[float], list[fx.
     cut, cuts = internal("_functorch.partitioners.solve_min_cut", purpose), dict[Any, Any]()
 
     def cut_once(graph: fx.Graph, info: Any, options: Any, dont_ban: Any = ()) -> Any:
-        """The same cuts are asked for at every ratio, and take long."""
+        """Cut once for all ratios, since a cut takes long."""
         key = (repr(options), frozenset(dont_ban or ()))
         if key not in cuts:
             cuts[key] = cut(graph, info, options, dont_ban or None)
@@ -199,7 +199,7 @@ def policy_of(node: fx.Node) -> str | None:
 
 
 def calls_library(node: fx.Node) -> bool:
-    """Whether Inductor calls a kernel for a node rather than generate one."""
+    """Return whether Inductor calls a kernel for a node rather than generate one."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     fallbacks = internal("_inductor.lowering.fallbacks", "tell which operators fuse")
@@ -208,12 +208,12 @@ def calls_library(node: fx.Node) -> bool:
 
 
 def counts_flops(node: fx.Node) -> bool:
-    """Whether a node is a product, a convolution or attention."""
+    """Return whether a node is a product, a convolution or attention."""
     return getattr(node.target, "overloadpacket", None) in flop_registry
 
 
 def compiled_halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> tuple[Any, Any]:
-    """Inductor's code for copies of the halves of a joint graph, as AOTAutograd would have them compiled.
+    """Compile copies of the halves of a joint graph as AOTAutograd would.
 
     results  how many that forward gives are a user's; backward may write over saved values that are no part of others
     """
@@ -235,7 +235,7 @@ def compiled_halves(forward: fx.GraphModule, backward: fx.GraphModule, results: 
 
 
 def _with_stride(node: fx.Node, stride: tuple[int, ...] | None) -> Any:
-    """The value of a node, laid out as Inductor lays it out."""
+    """Return the value of a node with the strides that Inductor gives it."""
     value = node.meta.get("val")
     if stride is None or not isinstance(value, torch.Tensor) or value.stride() == stride:
         return value
@@ -243,7 +243,7 @@ def _with_stride(node: fx.Node, stride: tuple[int, ...] | None) -> Any:
 
 
 def _donated(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> list[int] | None:
-    """Positions of what backward is given, and may write over."""
+    """Return the positions of the inputs that backward may write over."""
     purpose = "predict what Inductor allocates"
     found = internal("_functorch._aot_autograd.graph_compile.collect_fw_donated_buffer_idxs", purpose)
     if not internal("_functorch.config", purpose).donated_buffer:
@@ -263,7 +263,7 @@ def _values(nodes: Sequence[Any]) -> list[Any]:
 
 
 def _copied(half: fx.GraphModule, results: Sequence[int]) -> fx.GraphModule:
-    """A copy for Inductor to change, `results` of which a user sees."""
+    """Copy a half for Inductor to change; a user sees `results` of it."""
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in half.graph.nodes:
         made[node] = graph.node_copy(node, made.__getitem__)
@@ -285,7 +285,7 @@ def joint_of(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx
 
 
 def compiled(graph_module: fx.GraphModule, given: Sequence[torch.Tensor]) -> Callable[[list[torch.Tensor]], Any]:
-    """Inductor's code for a graph of ATen operators and inputs like `given`; results lie as the graph's do."""
+    """Compile a graph of ATen operators for inputs like `given`; results keep the graph's strides."""
     compile_inner = internal("_inductor.compile_fx.compile_fx_inner", "compile fused groups")
     graph_module = copy.deepcopy(graph_module)
     (output,) = graph_module.graph.find_nodes(op="output")
@@ -303,7 +303,7 @@ class Waiting:
 
     @contextlib.contextmanager
     def instead(self) -> Iterator[None]:
-        """While it lasts, generated code that is loaded waits for nothing."""
+        """Let generated code load without waiting for its kernels."""
         compiler = internal("_inductor.async_compile.AsyncCompile", "compile fused groups beside each other")
         self._wait = compiler.wait
 

@@ -147,7 +147,7 @@ def _chunked(asked: Asked, outside: Outside, graph_module: fx.GraphModule) -> Ch
 
 
 def _comes_from_default(failure: Exception) -> bool:
-    """Whether a compilation ended because PyTorch's own choice exceeds the budget."""
+    """Return whether a compilation ended because PyTorch's own choice exceeds the budget."""
     from remat.compiled.partitioner import DefaultExceeds
 
     return passed_on(failure, DefaultExceeds) is not None

@@ -94,13 +94,13 @@ class Joint:
     calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def values_of(self, nodes: Iterable[str]) -> frozenset[str]:
-        """The values that nodes of these names are, or are views of; inputs are none."""
+        """Return the values that nodes of these names are, or are views of; inputs are no values."""
         known = {value.name for value in self.values}
         return frozenset(self.parts.get(name, name) for name in nodes) & known
 
 
 def joint_of(graph: fx.Graph, is_backward: Callable[[fx.Node], bool], target: Target) -> Joint:
-    """The table of a joint graph.
+    """Make the table of a joint graph.
 
     is_backward  whether a node needs a gradient, so that it can run in backward only
     target       whose roofline prices what is made again
@@ -131,7 +131,7 @@ class _Builder:
         return Joint(tuple(map(self._value, self.made)), tuple(self._own_bytes()), 1, parts, calls)
 
     def _stages(self) -> dict[fx.Node, int]:
-        """Of every node of backward. (Rule 2)"""
+        """Return the stage of every node of backward. (Rule 2)"""
         calls = sum(map(calls_library, self.backward))
         step, seen = max(-(-calls // _MOST_STAGES), 1), 0
         found = {}
@@ -173,7 +173,7 @@ class _Builder:
         return size_bytes / (self.target.bytes_per_us * self.target.efficiency)
 
     def _remake_us(self, node: fx.Node, is_materialized: bool) -> float:
-        """Rule 4."""
+        """Return the time to make a value again. (Rule 4)"""
         if node.target is operator.getitem:
             return 0.0
         if calls_library(node):
@@ -182,12 +182,12 @@ class _Builder:
         return self._traffic_us(read + _bytes(node)) if is_materialized else self._traffic_us(read) / 16
 
     def _is_rounded(self, node: fx.Node) -> bool:
-        """Whether a value is random numbers in 16 bits. (Rule 6)"""
+        """Return whether a value is random numbers in 16 bits. (Rule 6)"""
         value = node.meta["val"]
         return node in self.random and value.is_floating_point() and value.itemsize < 4
 
     def _may_run_again(self, node: fx.Node) -> bool:
-        """Rules 5 and 6."""
+        """Return whether backward may make a value again. (Rules 5 and 6)"""
         result = node
         if node.target is operator.getitem:
             node = node.all_input_nodes[0]
@@ -239,17 +239,17 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_of_library(node: fx.Node) -> bool:
-    """Whether a library's kernel makes a node's value."""
+    """Return whether a library's kernel makes a node's value."""
     return calls_library(node.all_input_nodes[0] if node.target is operator.getitem else node)
 
 
 def _is_made(node: fx.Node) -> bool:
-    """Whether a node makes storages."""
+    """Return whether a node makes storages."""
     return not _is_view(node) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(node.meta.get("val")))
 
 
 def _views(node: fx.Node) -> Iterator[fx.Node]:
-    """A node that makes a value, and the nodes that are views of it."""
+    """Yield a node that makes a value, and the nodes that are views of it."""
     yield node
     for user in node.users:
         if _is_view(user):
@@ -257,12 +257,12 @@ def _views(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """The nodes that read a value, through views."""
+    """List the nodes that read a value, through views too."""
     return [user for view in _views(node) for user in view.users if not _is_view(user)]
 
 
 def _written(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that an operator writes to."""
+    """Yield the nodes that an operator writes to."""
     if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
         of = {id(given.meta["val"]): given for given in node.all_input_nodes}
         args = tree_map(lambda given: given.meta["val"] if isinstance(given, fx.Node) else given, node.args)
@@ -279,7 +279,7 @@ def _random(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _is_drawn(node: fx.Node) -> bool:
-    """Whether a node makes random numbers of a seed."""
+    """Return whether a node makes random numbers of a seed."""
     return isinstance(node.target, torch._ops.OpOverload) and _named(node.target) in _RANDOM
 
 
@@ -288,20 +288,20 @@ def _named(target: torch._ops.OpOverload) -> str:
 
 
 def _decides(result: fx.Node, node: fx.Node) -> bool:
-    """Whether a result of an operator is integers made of floats. (Rule 6)"""
+    """Return whether a result of an operator is integers made of floats. (Rule 6)"""
     value, given = result.meta.get("val"), [each.meta.get("val") for each in node.all_input_nodes]
     is_integer = isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
     return is_integer and any(isinstance(each, Tensor) and each.is_floating_point() for each in given)
 
 
 def _bytes(node: fx.Node) -> int:
-    """Of what a node makes; of several outputs none, they have nodes of their own."""
+    """Return the bytes of a node's value; 0 for several outputs, which have nodes of their own."""
     value = node.meta.get("val")
     return hinted(value.untyped_storage().nbytes()) if isinstance(value, Tensor) else 0
 
 
 def _kernel_us(node: fx.Node, target: Target) -> float:
-    """Time of a library's kernel."""
+    """Estimate the time of a library's kernel."""
     value = next(leaf for leaf in tree_leaves(node.meta["val"]) if isinstance(leaf, Tensor))
     given = tree_map(lambda arg: arg.meta["val"] if isinstance(arg, fx.Node) else arg, (node.args, dict(node.kwargs)))
     mode = value.fake_mode  # type: ignore[attr-defined]
@@ -313,7 +313,7 @@ def _kernel_us(node: fx.Node, target: Target) -> float:
 
 @functools.singledispatch
 def _closed(value: Any) -> Any:
-    """An argument with its open sizes closed."""
+    """Close the open sizes of an argument."""
     return hinted(value)
 
 

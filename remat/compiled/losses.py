@@ -70,7 +70,7 @@ def in_chunks(graph_module: fx.GraphModule, room_bytes: int) -> Chunked | None:
 
 
 def _may_be_chunked(head: Head) -> bool:
-    """Whether sizes are known, and gradients of a loss that is not scaled yet are large enough for their dtype."""
+    """Return whether sizes are known, and the dtype holds gradients of a loss that is not scaled yet."""
     logits: Tensor = head.linear.meta["example_value"]
     return logits.dtype != torch.float16 and all(isinstance(size, int) for size in logits.shape)
 

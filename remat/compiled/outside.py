@@ -88,7 +88,7 @@ def outside_of(
 
 
 def _stepped(parameters: Sequence[nn.Parameter], optimizer: Any) -> tuple[int, int, int]:
-    """Bytes of an optimizer for `parameters`: its state, its temporaries, and while it repeats a step."""
+    """Return the bytes of an optimizer: its state, its temporaries, and those while it repeats a step."""
     if optimizer is None or not parameters:
         return 0, 0, 0
     try:
@@ -128,7 +128,7 @@ def _library_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _not_compiling() -> contextlib.AbstractContextManager[Any]:
-    """While it lasts, an optimizer steps as it does between compiled graphs, though one is being compiled."""
+    """Let an optimizer step as it does between compiled graphs, though one is being compiled."""
     return mock.patch.object(torch.compiler, "is_compiling", lambda: False)
 
 
@@ -137,7 +137,7 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def _made(optimizer: Any, parameters: Sequence[nn.Parameter], fakes: Sequence[nn.Parameter]) -> Any:
-    """The optimizer for fake parameters; of one that is there, a copy that has them in place of its own.
+    """Make the optimizer of fake parameters; copy one that exists, with them in place of its own.
 
     A copy has all settings, whatever its class is made of. Parameters that are none of these take nothing in it.
     """
@@ -152,7 +152,7 @@ def _made(optimizer: Any, parameters: Sequence[nn.Parameter], fakes: Sequence[nn
 
 
 def _whole(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All that a step may read: torch's own leaves out what a subclass keeps beside groups and state.
+    """Return all that a step may read: torch's own leaves out what a subclass keeps beside groups and state.
 
     Hooks stay behind, and the `step` that a scheduler puts in the method's place, which steps the original.
     """

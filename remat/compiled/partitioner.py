@@ -126,7 +126,7 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         return max((each.peak - each.kept for each in earlier), default=0)
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
-        """(forward, backward).
+        """Cut into (forward, backward).
 
         Raises Infeasible where none can keep the budget, NoPlanInTime where none was found, and DefaultExceeds where
         none was looked for.
@@ -236,7 +236,7 @@ class Search:
         return found
 
     def cut(self, choice: Choice) -> Halved:
-        """(forward, backward) where what `choice` says, and what takes nothing, is saved."""
+        """Cut into (forward, backward), saving the values of `choice` and those that take nothing."""
         if choice.saved == self.default.saved:
             return self.by_default
 
@@ -257,7 +257,7 @@ class Search:
         return self.lowered[choice.saved]
 
     def needs(self, lowered: Halves) -> int:
-        """The most bytes while a step runs the graph, as often as it does."""
+        """Return the peak bytes of a step's runs of the graph."""
         return lowered.peak + (self.uses - 1) * lowered.kept
 
     def fits(self, choice: Choice) -> bool:
@@ -269,7 +269,7 @@ class Search:
         return self.default.kept_bytes <= self.most_bytes and self.fits(self.default)
 
     def run(self) -> tuple[Choice, float | None] | None:
-        """(the cheapest choice found that fits, the bound); None where none was found.
+        """Search, and return (the cheapest choice that fits, the bound); None where none was found.
 
         The bound is for a table that is corrected by the code of that choice.
         """
@@ -316,7 +316,7 @@ class Search:
         return More(others + seen.forward - choice.kept_bytes, tuple(backward))
 
     def _next(self, choices: Sequence[Choice], more: More) -> Choice | None:
-        """The choice to lower next: the cheapest that should fit, else the one that needs least."""
+        """Choose what to lower next: the cheapest that should fit, else the one that needs least."""
         cheapest = self._cheapest()
         untried = [choice for choice in choices if choice.saved not in self.lowered]
         hopeful = [choice for choice in untried if more.peak_bytes(choice) <= self.most_bytes]

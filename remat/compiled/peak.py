@@ -78,7 +78,7 @@ def halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int, hold
 
 
 def _by_call(tracker: Tracker, alive: np.ndarray, begin: int, names: Sequence[str]) -> dict[str, int]:
-    """The most bytes since the call before, by the name of each call from operator `begin` on."""
+    """Return the peak since the call before, by the name of each call from operator `begin` on."""
     kinds = list(tracker.kinds.values())
     ends = [op + 1 for op in range(begin, len(alive)) if kinds[tracker.op_kinds[op]].flops]
     if len(ends) != len(names):
@@ -92,7 +92,7 @@ _MEASURED: dict[tuple[str, str], int] = {}
 
 
 def _workspaces(tracker: Tracker, device: torch.device) -> dict[tuple[str, str], int]:
-    """The own bytes of the libraries' kernels that ran, measured on the device where it is at hand."""
+    """Measure the workspaces of the libraries' kernels that ran, where the device is at hand."""
     with without_modes():
         _MEASURED.update(measured_workspaces(tracker, _MEASURED, device))
     return _MEASURED
@@ -107,7 +107,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def _fresh(node: fx.Node) -> Any:
-    """A value like that of an input."""
+    """Make a value like that of an input."""
     value = _value(node)
     if not isinstance(value, Tensor):
         return hinted(value)

@@ -133,7 +133,7 @@ class _Span:
 
 
 def _spans(joint: Joint) -> list[_Span | None]:
-    """None for values that nothing in backward comes to need."""
+    """List the span of each value; None if nothing in backward can come to need it."""
     values = joint.values
     begin: list[float] = [math.inf if v.first is None else v.first for v in values]
     due: list[float] = list(begin)
@@ -166,7 +166,7 @@ def solve(
     gap: float = 0.005,
     time_s: float = 20.0,
 ) -> Solved:
-    """The cheapest choice whose forward and backward need `most_bytes` at most. Needs OR-tools.
+    """Find the cheapest choice whose forward and backward need at most `most_bytes`. Needs OR-tools.
 
     more         what compiled code needs beside what the program counts
     start        a choice to begin with
@@ -224,7 +224,7 @@ class _Program:
                 self.model.add_hint(again, not is_saved and t >= first)
 
     def _there(self, u: int, t: int) -> list[Any]:
-        """Variables of which one is true if value u can be read in stage t."""
+        """List variables of which one is true if value u can be read in stage t."""
         return [each for each in (self.s[u], self._made(u, t)) if each is not None]
 
     def _made(self, v: int, t: int) -> Any:
@@ -232,14 +232,14 @@ class _Program:
         return None if span is None else self.r[v].get(min(t, span.due))
 
     def _held(self, v: int, t: int) -> Any:
-        """The variable that is true if value v, made again, takes memory in stage t; None if it never does."""
+        """Return the variable that is true if value v, made again, takes memory in stage t; None if it never does."""
         span = self.spans[v]
         if span is None or not self.joint.values[v].fuses:
             return self._made(v, t)
         return self._made(v, min(t, span.last - 1))
 
     def limit_memory(self, most_bytes: int, more: More) -> None:
-        """(5) and (6), with the highest of all sums as a variable."""
+        """Add (5) and (6), with the highest of all sums as a variable."""
         values, unit = self.joint.values, max(sum(value.size_bytes for value in self.joint.values) // _UNITS, 1)
         total = sum(self.joint.uses * value.size_bytes + value.remade_bytes for value in values) + max(
             self.joint.own_bytes, default=0
@@ -261,7 +261,7 @@ class _Program:
         self.model.add(total + -(-more // unit) <= self.most)
 
     def minimize(self, least: bool) -> None:
-        """(1)"""
+        """Set the objective (1), or the peak."""
         values = self.joint.values
         costs = [(each, v.save_us) for each, v in zip(self.s, values, strict=True) if each is not None]
         costs += [(made, v.remake_us) for i, v in enumerate(values) if (made := self._made(i, _LAST)) is not None]

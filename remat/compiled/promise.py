@@ -47,7 +47,7 @@ class CompiledStep:
     runs: dict[Any, weakref.WeakSet[_Run]] = dataclasses.field(default_factory=dict)
 
     def peak_bytes(self, uses: int, next_frame: Any) -> tuple[int, int]:
-        """(peak once `next_frame` runs again, its bytes more than planned). (Rule 1)"""
+        """Return (peak once `next_frame` runs again, its bytes more than planned). (Rule 1)"""
         counts = {frame: len(runs) + (frame == next_frame) for frame, runs in self.runs.items()}
         more = sum(max(count - uses, 0) * self.cuts[frame].halves.kept for frame, count in counts.items())
         return more + max(cut.peak_bytes for cut in self.cuts.values()), more
@@ -82,7 +82,7 @@ class Promise:
         return results
 
     def _compare_runs(self) -> None:
-        """Rule 1."""
+        """Refuse a run more than planned that exceeds the budget. (Rule 1)"""
         runs = self.step.runs.setdefault(self.frame, weakref.WeakSet())
         peak, more = self.step.peak_bytes(self.asked.uses, self.frame)
         if more and peak > self.asked.budget_bytes:
@@ -93,7 +93,7 @@ class Promise:
             )
 
     def _note(self, results: Iterable[Any]) -> None:
-        """A run begins to be alive; its nodes of autograd say when that ends. (Rule 1)"""
+        """Note that a run is alive; its nodes of autograd say when that ends. (Rule 1)"""
         run, runs = _Run(), self.step.runs[self.frame]
         nodes = {each.grad_fn for each in results if isinstance(each, Tensor) and each.grad_fn is not None}
         for node in nodes:
@@ -102,7 +102,7 @@ class Promise:
             runs.add(run)
 
     def _compare_sizes(self, inputs: Sequence[Any]) -> None:
-        """Rule 2."""
+        """Warn of a batch larger than planned, or refuse it. (Rule 2)"""
         found, planned = sum(inputs[i].numel() for i in self.opened), self.planned
         if found <= self.largest:
             return
@@ -124,7 +124,7 @@ class Promise:
 
 
 def _opened(graph: fx.Graph) -> tuple[int, ...]:
-    """Positions of the inputs of a captured graph that have open sizes."""
+    """Return the positions of the inputs of a captured graph that have open sizes."""
     values = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
     return tuple(
         i
@@ -134,7 +134,7 @@ def _opened(graph: fx.Graph) -> tuple[int, ...]:
 
 
 def place_of(graph: fx.Graph) -> str:
-    """The line of the model's code that the last operator of a captured graph comes from."""
+    """Return the line of the model's code that the last operator of a captured graph comes from."""
     traces = [node.meta["stack_trace"] for node in graph.nodes if node.meta.get("stack_trace")]
     lines = [line.strip() for line in traces[-1].splitlines() if line.strip().startswith("File ")] if traces else []
     return lines[-1].removeprefix("File ") if lines else "a place that is not known"
