@@ -138,6 +138,21 @@ def quick_costs() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_searches() -> Iterator[None]:
+    """Give the integer program four seconds where no time limit is set, in place of forty.
+
+    It then runs for what the chain left unproved, which seconds rarely prove. No test is about how much they gain.
+    """
+    from remat.formulation.clock import Clock
+    from remat.formulation.solution import Limits
+
+    *others, _ = Limits.__init__.__defaults__ or ()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Limits.__init__, "__defaults__", (*others, Clock(program_s=4.0)))
+        yield
+
+
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """Drop Dynamo's captures after the test: it compares every new model of a class with all known ones."""
