@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -91,6 +92,21 @@ def _keep_every_third(items: list[pytest.Item]) -> None:
             if seen[test] % 3:
                 item.add_marker(pytest.mark.nightly)
             seen[test] += 1
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    _leave_traces_unwritten()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    _leave_traces_unwritten()
+
+
+def _leave_traces_unwritten() -> None:
+    """Take away pytest's handler of a log that torch writes only where there is one: it holds each graph as text."""
+    logging.getLogger("torch.__trace").handlers.clear()
 
 
 @pytest.fixture(scope="module", autouse=True)
