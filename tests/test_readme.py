@@ -199,6 +199,10 @@ SLOW_COMMANDS = {
     "remat validate gpt2.plan.json": "test_validating.py and test_cli.py",
     "remat estimate --model gpt2 --advice": "records every lever; test_estimating.py",
     "remat plan --model gpt2 --budget 20GiB --target h200 --dtype bf16 --batch-size 32": "the same, elsewhere",
+    "remat plan --model gpt2 --budget 20GiB --execution modules": "test_modules.py plans with it on the command line",
+    "remat profile --model gpt2 --costs h100.csv": "test_kernel_table.py writes a table on the command line",
+    "remat check --model gpt2 --target rtx4090": "test_checking.py checks on the command line",
+    "remat timeline --plan gpt2.plan.json --plot gpt2.png --snapshot gpt2.pickle": "test_cli_memory.py draws one",
 }
 
 
@@ -568,6 +572,7 @@ def test_a_yaml_of_axolotl_names_the_plugin_and_its_keys() -> None:
 # What sentences name
 
 
+@functools.cache
 def options_of(command: str) -> set[str]:
     found = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
     return {name for parameter in found.params for name in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}

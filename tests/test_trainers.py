@@ -770,6 +770,7 @@ def with_triton(trl: Make, monkeypatch: pytest.MonkeyPatch) -> Any:
     return kernels
 
 
+@pytest.mark.fast("bf16")
 @pytest.mark.parametrize("options", [{}, {"bf16": True, "gradient_accumulation_steps": 2}], ids=["fp32", "bf16"])
 def test_where_triton_runs_every_position_is_scored_and_losses_are_those_of_the_labelled_ones(
     options: dict[str, Any], trl: Make, with_triton: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -820,6 +821,7 @@ def judged(words: int = 10) -> list[dict[str, Any]]:
 
 
 @pytest.mark.any_device
+@pytest.mark.fast("DPO", "Reward")
 @pytest.mark.parametrize("name", ["DPO", "Reward", "KTO"])
 def test_trainers_of_preferences_train_alike(
     name: str, trl: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -843,6 +845,7 @@ def test_trainers_of_preferences_train_alike(
     assert counts_of(made.model).regions == 2 * len(callback.plan.regions) > 0
 
 
+@pytest.mark.fast("KTO")
 @pytest.mark.parametrize("name", ["DPO", "KTO"])
 def test_a_reference_model_of_its_own_is_counted_and_trains_alike(name: str, trl: Make, tmp_path: Path) -> None:
     """Without a mask, as in eager mode, and when what autocast kept of the model's own weights is gone."""
@@ -920,6 +923,7 @@ TWICE = {"num_iterations": 2, "gradient_accumulation_steps": 2}
 
 
 @pytest.mark.any_device
+@pytest.mark.fast("grpo")
 @pytest.mark.parametrize(
     "options", [pytest.param({}, id="grpo"), pytest.param({"name": "RLOO", "steps_per_generation": 2}, id="rloo")]
 )
