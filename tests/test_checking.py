@@ -68,7 +68,8 @@ def test_where_it_does_not_fit_a_plan_is_named_that_fits() -> None:
 
 
 def test_a_plan_that_does_not_fit_is_answered_by_one_for_the_same_limit() -> None:
-    budget, options = int(0.88 * needed()), {"headroom": "1%", "target": TARGET}
+    options: dict[str, Any] = {"headroom": "1%", "target": TARGET}
+    budget = int(0.88 * needed())
     found = library.check(WORKLOAD, budget=budget, plan=planned(), **options)
     assert not found.fits
     assert found.added == library.plan(WORKLOAD, budget=budget, **options).predicted["overhead"]

@@ -170,9 +170,7 @@ def test_a_plan_says_how_much_of_its_time_was_measured(tmp_path: Path) -> None:
     """Twice the time a kernel: twice the time of the step, and the same bytes."""
     recorded, path = profile(LARGE, target="h100-80gb"), tmp_path / "t.csv"
     save_table(path, recorded.graph.kinds, [2 * us or None for us in recorded.costs.time_us], {"device": "a card"})
-    without, with_table = (
-        plan(LARGE, budget="90%step", target="h100-80gb", costs=costs) for costs in (None, path)
-    )
+    without, with_table = (plan(LARGE, budget="90%step", target="h100-80gb", costs=costs) for costs in (None, path))
     one, two = without.predicted, with_table.predicted  # the host takes longer than either
     assert two["device_us"] == pytest.approx(2 * one["device_us"], rel=1e-3)
     assert two["peak_bytes"] == one["peak_bytes"]

@@ -525,12 +525,17 @@ def test_a_fused_plan_trains_on_through_other_lengths_evaluation_and_resuming(
 ) -> None:
     """Batches of 4 rows, of which the fourth is another length, later ones too, and the last has 3 rows."""
     lengths = [16] * 12 + [12] * 4 + [9] * 4 + [14] * 4 + [11] * 3
-    options = {"max_steps": 7, "train_sampling_strategy": "sequential", "bf16": True, "evaluated": rows(8)}
+    options: dict[str, Any] = {
+        "max_steps": 7,
+        "train_sampling_strategy": "sequential",
+        "bf16": True,
+        "evaluated": rows(8),
+    }
     options |= {"data": rows(len(lengths), lengths.__getitem__), "eval_strategy": "steps", "eval_steps": 3}
     monkeypatch.setattr(planner, "plan", fused_by_hand)
     monkeypatch.setattr(fused_group, "_OPEN", {})
     with kernels.interpreted():
-        saved = {"save_strategy": "steps", "save_steps": 5}
+        saved: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5}
         ours = trainer(
             tmp_path / "fused",
             callback := RematCallback(budget="2MiB", fuse=True, cache=plans),
