@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,11 @@ def main(*folders: str) -> None:
     """Write `results/gpu_steps_*`; of a plan that several folders have, the last one's row."""
     write_profiles(folders)
     rows: dict[tuple[str, str], dict[str, Any]] = {}
+    machines: dict[str, str] = {}
     for path in (path for folder in folders for path in sorted(Path(folder).glob("*.json.gz"))):
         with gzip.open(path, "rt") as file:
             found = json.load(file)
+        machines[f"{found['device']}, torch {found['torch']}, transformers {found['transformers']}"] = card_of(found)
         for row in found["rows"]:
             if "peaks" in row or "failure" in row:
                 made = row_of(found["model"], row)
@@ -46,13 +48,21 @@ def main(*folders: str) -> None:
             row["overhead_percent"] = round(100 * (row["ms"] / untouched["ms"] - 1), 1)
             predicted = row["predicted_ms"] / untouched["predicted_ms"] - 1
             row["predicted_overhead_percent"] = round(100 * predicted, 1)
-    cpu = torch.device("cpu")
-    about = report.provenance(cpu)
-    about["device"] = (
-        "an NVIDIA H100 80GB HBM3, torch 2.11.0+cu130, transformers 5.17.0; this table and today's times: cpu"
-    )
-    path = report.stem("_".join(["gpu_steps", *(Path(folder).name for folder in folders)]), cpu)
-    report.write(path.with_name(path.name.replace("_cpu_", "_h100_")), about, list(rows.values()), COLUMNS)
+    about = report.provenance(torch.device("cpu"))
+    about["device"] = f"{'; '.join(machines)}; this table and today's times: cpu"
+    path = named("gpu_steps", folders, machines.values())
+    report.write(path, about, list(rows.values()), COLUMNS)
+
+
+def card_of(found: dict[str, Any]) -> str:
+    """The word for a card in the names of results: h100."""
+    return str(found["device"].removeprefix("NVIDIA ").split()[0].lower())
+
+
+def named(kind: str, folders: Sequence[str], cards: Iterable[str]) -> Path:
+    """The path of results of these cards from these folders, without an ending."""
+    path = report.stem("_".join([kind, *(Path(folder).name for folder in folders)]), torch.device("cpu"))
+    return path.with_name(path.name.replace("_cpu_", f"_{'_'.join(dict.fromkeys(cards))}_"))
 
 
 def write_profiles(folders: Sequence[str]) -> None:
@@ -61,14 +71,16 @@ def write_profiles(folders: Sequence[str]) -> None:
     Rows of (operator, shapes, types, numbers, calls, microseconds on the device, {kernel: calls}), the longest first.
     """
     found: dict[str, Any] = {}
+    cards: list[str] = []
     for path in (path for folder in folders for path in sorted(Path(folder).glob("*.json.gz"))):
         with gzip.open(path, "rt") as file:
             data = json.load(file)
+        cards.append(card_of(data))
         for row in data["rows"] if path.parent.name != "deterministic" else ():
             if "profile" in row:
                 found[data["model"]] = row["profile"]
-    path = report.stem("_".join(["gpu_profiles", *(Path(folder).name for folder in folders)]), torch.device("cpu"))
-    with gzip.open(path.with_name(path.name.replace("_cpu_", "_h100_") + ".json.gz"), "wt") as file:
+    path = named("gpu_profiles", folders, cards)
+    with gzip.open(path.with_name(f"{path.name}.json.gz"), "wt") as file:
         json.dump(found, file)
 
 

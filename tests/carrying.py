@@ -41,7 +41,7 @@ class Stack(nn.Module):
 
     layer: Callable[[], nn.Module] = Half
 
-    def __init__(self, layers: int = 3) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
         self.layers = nn.ModuleList([type(self).layer() for _ in range(layers)])
         self.head = nn.Linear(WIDTH, CLASSES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -93,6 +94,21 @@ def _keep_every_third(items: list[pytest.Item]) -> None:
             seen[test] += 1
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    _leave_traces_unwritten()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    _leave_traces_unwritten()
+
+
+def _leave_traces_unwritten() -> None:
+    """Take away pytest's handler of a log that torch writes only where there is one: it holds each graph as text."""
+    logging.getLogger("torch.__trace").handlers.clear()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def nothing_old() -> Iterator[None]:
     """Take what imports and earlier files left out of the collector's sight: steps collect before they are measured.
@@ -135,6 +151,21 @@ def quick_costs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operator_timing.time_operators, "__kwdefaults__", known | quick)
         patch.setattr(operator_timing.time_operator, "__defaults__", tuple(quick.values()))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_searches() -> Iterator[None]:
+    """Give the integer program four seconds where no time limit is set, in place of forty.
+
+    It then runs for what the chain left unproved, which seconds rarely prove. No test is about how much they gain.
+    """
+    from remat.formulation.clock import Clock
+    from remat.formulation.solution import Limits
+
+    *others, _ = Limits.__init__.__defaults__ or ()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Limits.__init__, "__defaults__", (*others, Clock(program_s=4.0)))
         yield
 
 

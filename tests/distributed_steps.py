@@ -31,7 +31,7 @@ MEASURED_IF_SHARDED = 4
 
 
 def wide() -> nn.Module:
-    return Transformer(width=WIDTH)
+    return Transformer(layers=3, width=WIDTH)
 
 
 WIDE = Workload("wide", wide, tokens, TRANSFORMER.step, batch_size=SAMPLES, seq_len=LENGTH, optimizer=None)

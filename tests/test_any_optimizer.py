@@ -210,6 +210,7 @@ def test_state_that_a_step_makes_anew_is_measured_once() -> None:
     assert report.measured["peak_bytes"] == pytest.approx(report.predicted["peak_bytes"], rel=1e-3)
 
 
+@pytest.mark.fast("Sharp", "Wrapping")
 @pytest.mark.parametrize("optimizer", [Sharp, Asserting, Silent, Wrapping])
 def test_what_is_alive_while_a_step_is_repeated_is_counted_too(optimizer: Any) -> None:
     """SAM has the parameters twice while forward and backward run again."""

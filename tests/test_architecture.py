@@ -20,6 +20,8 @@ from pathlib import Path
 import networkx
 import pytest
 
+from tests.words import tree_of
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"remat": ROOT / "remat", "remat.solvers": ROOT / "solvers", "remat.models": ROOT / "models"}
 
@@ -133,7 +135,7 @@ def statements(node: ast.AST, *, types: bool = False) -> Iterator[ast.AST]:
 def imports(module: str, *, types: bool = False) -> frozenset[str]:
     """Modules of this project, and other packages, that a module imports when it is loaded or later, or for `types`."""
     found = set()
-    for node in statements(ast.parse(modules()[module].read_text(encoding="utf-8")), types=types):
+    for node in statements(tree_of(modules()[module]), types=types):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -180,10 +182,7 @@ def test_no_module_is_in_a_circle_of_imports_late_ones_and_those_for_types_inclu
 def test_no_two_classes_have_one_name() -> None:
     """But for the callbacks, which are called what their frameworks' users expect."""
     found = Counter(
-        node.name
-        for path in modules().values()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef)
+        node.name for path in modules().values() for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)
     )
     assert {name for name, count in found.items() if count > 1} == {"RematCallback"}
 
@@ -232,7 +231,7 @@ def test_private_names_stay_in_their_module() -> None:
     taken = [
         (module, f"{node.module}.{alias.name}")
         for module, path in modules().items()
-        for node in statements(ast.parse(path.read_text(encoding="utf-8")))
+        for node in statements(tree_of(path))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("remat")
         for alias in node.names
         if alias.name.startswith("_") and alias.name not in ("_torch", "__version__")
@@ -243,7 +242,7 @@ def test_private_names_stay_in_their_module() -> None:
 @cache
 def torchs_names(module: str) -> frozenset[str]:
     """Names below torch that a module imports or spells out, those that it imports for types only included."""
-    tree = ast.parse(modules()[module].read_text(encoding="utf-8"))
+    tree = tree_of(modules()[module])
     homes, found = {"torch": "torch"}, set()  # what a name in this module stands for
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -99,7 +99,7 @@ def is_bitwise(work: Workload, plan: Plan, steps: int, **options: Any) -> nn.Mod
 
 # Training
 
-FEW = {"segments", "queue", "averages", "hooked", "banked", "taught"}
+FEW = {"queue", "averages", "hooked", "banked"}
 
 
 @pytest.mark.third
@@ -328,7 +328,7 @@ def test_a_forward_that_is_another_graph_for_ever_is_refused_by_name() -> None:
 
 # Counters
 
-FEW_COUNTERS = {"attribute", "decay", "object", "dropout", "with_numpy", "several-graphs"}
+FEW_COUNTERS = {"decay", "object", "dropout", "several-graphs"}
 
 
 @pytest.mark.parametrize("name", names_of(COUNTING, FEW_COUNTERS))

@@ -11,6 +11,7 @@ import pytest
 
 import remat as library
 from remat.errors import UsageError
+from remat.evaluation.plan import Plan
 from remat.integrations import pytest_plugin
 from remat.planning.budget import Budget
 from remat.planning.checking import Verdict, setting_that_fits
@@ -33,6 +34,21 @@ def needed() -> int:
     return checked("80GiB").needed_bytes
 
 
+def less() -> int:
+    """A budget that only a plan fits."""
+    return int(0.9 * needed())
+
+
+@cached
+def without_plan() -> Verdict:
+    return checked(less(), headroom=0)
+
+
+@cached
+def planned() -> Plan:
+    return library.plan(WORKLOAD, budget=less(), target=TARGET)
+
+
 def test_it_is_what_the_estimate_says() -> None:
     peaks = library.estimate(WORKLOAD, target=TARGET).peaks
     assert needed() == max(peaks.peak_bytes, peaks.eager_bytes or 0, peaks.first_step_bytes)
@@ -45,24 +61,23 @@ def test_the_margin_decides_at_the_byte() -> None:
 
 
 def test_where_it_does_not_fit_a_plan_is_named_that_fits() -> None:
-    found = checked(int(0.9 * needed()), headroom=0)
-    plan = library.plan(WORKLOAD, budget=int(0.9 * needed()), target=TARGET)
+    found, plan = without_plan(), planned()
     assert found.added == plan.predicted["overhead"]
     assert f"adds {100 * plan.predicted['overhead']:.1f} %" in str(found)
-    assert checked(int(0.9 * needed()), headroom=0, plan=plan).fits
+    assert checked(less(), headroom=0, plan=plan).fits
 
 
 def test_a_plan_that_does_not_fit_is_answered_by_one_for_the_same_limit() -> None:
-    options: dict[str, Any]
-    budget, options = int(0.88 * needed()), {"headroom": "1%", "target": TARGET}
-    too_large = library.plan(WORKLOAD, budget=needed(), target=TARGET)
-    found = library.check(WORKLOAD, budget=budget, plan=too_large, **options)
+    options: dict[str, Any] = {"headroom": "1%", "target": TARGET}
+    budget = int(0.88 * needed())
+    found = library.check(WORKLOAD, budget=budget, plan=planned(), **options)
+    assert not found.fits
     assert found.added == library.plan(WORKLOAD, budget=budget, **options).predicted["overhead"]
 
 
 def test_a_plan_is_judged_with_its_offloads_and_in_its_loop() -> None:
     how: dict[str, Any] = {"loop": TrainingLoop(accumulation=4), "exact": True, "offload": "activations"}
-    plan = library.plan(WORKLOAD, budget="95%step", target=TARGET, **how)
+    plan = library.plan(WORKLOAD, budget="95%step", target=TARGET, time_limit=3, **how)
     assert plan.offloads
     found = checked("80GiB", headroom=0, plan=plan)
     assert found.needed_bytes == plan.predicted["peak_bytes"] <= plan.budget_bytes
@@ -118,4 +133,4 @@ fits = pytest_plugin.fits
 def test_a_test_of_a_user_fails_where_training_does_not_fit(fits: Callable[..., Verdict]) -> None:
     assert fits(WORKLOAD, "80GiB", target=TARGET) == dataclasses.replace(checked("80GiB"))
     with pytest.raises(pytest.fail.Exception, match="does not fit"):
-        fits(WORKLOAD, int(0.9 * needed()), target=TARGET)
+        fits(WORKLOAD, 1 << 20, target=TARGET)

@@ -24,7 +24,7 @@ from tests.toys import every_block, graph_of, plan_by_hand, recorded
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)
 
-LAYERS = 4
+LAYERS = 3
 RANKS = (0, 1)
 
 

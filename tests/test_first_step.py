@@ -151,6 +151,7 @@ def test_a_spoilt_plan_is_caught_in_its_first_step(name: str, monkeypatch: pytes
         step(model, run, of(name))
 
 
+@pytest.mark.fast("swapped-weights", "drawn-anew", "counted-twice", "modules-with-other-inputs", "slices-scaled")
 @pytest.mark.parametrize("name", SPOILT)
 def test_nothing_else_notices_a_spoilt_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     SPOILT[name].spoil(monkeypatch)

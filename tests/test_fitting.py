@@ -335,13 +335,15 @@ def test_the_loss_runs_in_slices_where_that_makes_room(exact: bool) -> None:
     assert found.best.slices == (0 if exact else 2)
     assert [chunk.slices for chunk in chunks_of(found.plan.about)] == ([] if exact else [2])
     assert found.best.peak_bytes == found.plan.predicted["peak_bytes"] <= budget_bytes
-    assert (
-        exact
-        or largest_batch(LANGUAGE, target=TARGET, budget=budget_bytes, limits=limits, forms=HOWEVER_LITTLE).about[
-            "batch_size"
-        ]
-        > 64
-    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("slices_cost_nothing")
+def test_the_largest_batch_is_larger_where_the_loss_may_run_in_slices() -> None:
+    limits = Limits(time_s=20)
+    budget_bytes = least_peak(captured_problem(search(1 << 40, LANGUAGE)), limits).peak_bytes
+    made = largest_batch(LANGUAGE, target=TARGET, budget=budget_bytes, limits=limits, forms=HOWEVER_LITTLE)
+    assert made.about["batch_size"] > 64
 
 
 @pytest.mark.usefixtures("slices_cost_nothing")

@@ -136,6 +136,7 @@ def test_the_evaluators_peak_is_the_replays(name: str) -> None:
         assert memory.curve(regions).peak_bytes == alive.max(), choice
 
 
+@pytest.mark.fast("forces", "residual")
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_plan_trains_alike_at_the_predicted_peak_and_recomputes_for_every_backward(name: str) -> None:
     workload = WORKLOADS[name]
@@ -163,6 +164,7 @@ def small(graph: Graph) -> Problem:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "forces" else []) for name in WORKLOADS]
 )
+@pytest.mark.fast("chain-dp-residual", "chain-dp-penalty", "milp-first-order")
 @pytest.mark.parametrize("solver", ["chain-dp", "milp"])
 def test_no_bound_exceeds_the_best_of_all_plans(name: str, solver: str) -> None:
     """At budgets that bite, from below the least peak of all plans up to the untouched step's."""

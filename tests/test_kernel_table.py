@@ -31,6 +31,7 @@ from remat.planning.profiling import profile
 from remat.workload.target import TARGETS
 from remat.workload.workload import Workload
 from tests.command_line import Remat
+from tests.toys import TRANSFORMER
 
 H100 = TARGETS["h100-80gb"]
 
@@ -162,18 +163,20 @@ def test_a_kernel_that_makes_the_device_unusable_is_left_out(tmp_path: Path, mon
 # The library and the command
 
 
+LARGE = TRANSFORMER.sized(1024)  # beside 64 MiB of workspaces
+
+
 def test_a_plan_says_how_much_of_its_time_was_measured(tmp_path: Path) -> None:
     """Twice the time a kernel: twice the time of the step, and the same bytes."""
-    recorded, path = profile(TEST_SIZES["llama-1b"](), target="h100-80gb"), tmp_path / "t.csv"
+    recorded, path = profile(LARGE, target="h100-80gb"), tmp_path / "t.csv"
     save_table(path, recorded.graph.kinds, [2 * us or None for us in recorded.costs.time_us], {"device": "a card"})
-    without, with_table = (
-        plan(TEST_SIZES["llama-1b"](), budget="80%step", target="h100-80gb", costs=costs) for costs in (None, path)
-    )
+    without, with_table = (plan(LARGE, budget="90%step", target="h100-80gb", costs=costs) for costs in (None, path))
     one, two = without.predicted, with_table.predicted  # the host takes longer than either
     assert two["device_us"] == pytest.approx(2 * one["device_us"], rel=1e-3)
     assert two["peak_bytes"] == one["peak_bytes"]
     assert with_table.about["kernel_times"]["measured_on"] == "a card"
     assert "kernel_times" not in without.about
+    assert without.regions
 
 
 def test_the_command_writes_a_table_and_plans_by_it(remat: Remat) -> None:

@@ -231,6 +231,15 @@ STEPS: dict[str, Callable[[nn.Module], None]] = {
 
 
 @pytest.mark.any_device
+@pytest.mark.fast(
+    "one forward-every-block",
+    "two forwards before a backward-saved-matmuls",
+    "two backwards of a forward-every-block",
+    "an evaluation between-saved-matmuls",
+    "a forward without a backward-every-block",
+    "a larger batch-saved-matmuls",
+    "a smaller batch-every-block",
+)
 @pytest.mark.parametrize("choice", ["every-block", "saved-matmuls"])
 @pytest.mark.parametrize("name", STEPS)
 def test_gradients_are_bitwise_however_late_copies_are(name: str, choice: str) -> None:

@@ -412,7 +412,7 @@ def test_a_card_without_a_data_sheet_is_measured(tmp_path: Path, monkeypatch: py
     card = types.SimpleNamespace(major=9, minor=0, multi_processor_count=16)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(measure_module, "_measured_rates", lambda device: {"bytes": 4e5, "float32": 1e7})
-    monkeypatch.setattr(measure_module, "_ready", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(measure_module, "measuring", lambda device: contextlib.nullcontext())
     target = device_target(torch.device("cuda"), cache=tmp_path)
     assert (target.name, target.memory_bytes) == ("nvidia h100 80gb hbm3 mig 1g.10gb", 2 << 30)
     assert (target.capability, target.processors) == (90, 16)

@@ -78,6 +78,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page) if not SPHINX.ful
 INLINE = [code for page in [*PAGES, DOCS / "tutorial.md"] for code in inline_of(page)]
 
 VOCAB, LENGTH, SAMPLES = 512, 64, 24
+FOUR_FROZEN = dataclasses.replace(FROZEN, build=functools.partial(frozen, 4))  # as many layers as pages say
 BUDGET = "81MiB"  # 64 of them workspaces of cuBLAS; without checkpointing a step needs 92
 ON_CPU = "24MiB"  # where one needs 34
 
@@ -198,6 +199,10 @@ SLOW_COMMANDS = {
     "remat validate gpt2.plan.json": "test_validating.py and test_cli.py",
     "remat estimate --model gpt2 --advice": "records every lever; test_estimating.py",
     "remat plan --model gpt2 --budget 20GiB --target h200 --dtype bf16 --batch-size 32": "the same, elsewhere",
+    "remat plan --model gpt2 --budget 20GiB --execution modules": "test_modules.py plans with it on the command line",
+    "remat profile --model gpt2 --costs h100.csv": "test_kernel_table.py writes a table on the command line",
+    "remat check --model gpt2 --target rtx4090": "test_checking.py checks on the command line",
+    "remat timeline --plan gpt2.plan.json --plot gpt2.png --snapshot gpt2.pickle": "test_cli_memory.py draws one",
 }
 
 
@@ -463,20 +468,22 @@ def on_the_host(snippet: str, here: Path) -> None:
 
 def weights_on_the_host(snippet: str, here: Path) -> None:
     with planned():  # where files go
-        remat.plan(FROZEN, budget="64GiB", target="cpu", loop=TrainingLoop(weights_on_host=4)).save("lora.plan.json")
-    model = execute(snippet, model=frozen(), device="cpu")["model"]
+        remat.plan(FOUR_FROZEN, budget="64GiB", target="cpu", loop=TrainingLoop(weights_on_host=4)).save(
+            "lora.plan.json"
+        )
+    model = execute(snippet, model=frozen(4), device="cpu")["model"]
     model(*tokens(4, 8)).backward()
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
 
 
 def weights_back(snippet: str, here: Path) -> None:
-    plan = plan_for(FROZEN)
+    plan = plan_for(FOUR_FROZEN)
     planned = remat.apply(
-        remat.offload_weights(frozen(), 4), dataclasses.replace(plan, about={**plan.about, "weights_on_host": 4})
+        remat.offload_weights(frozen(4), 4), dataclasses.replace(plan, about={**plan.about, "weights_on_host": 4})
     )
     model = execute(snippet, model=planned)["model"]
     model(*tokens(4, 8)).backward()
-    assert all(torch.equal(left, right) for left, right in zip(model.parameters(), frozen().parameters(), strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(model.parameters(), frozen(4).parameters(), strict=True))
 
 
 def whole_step(snippet: str, here: Path) -> None:
@@ -565,6 +572,7 @@ def test_a_yaml_of_axolotl_names_the_plugin_and_its_keys() -> None:
 # What sentences name
 
 
+@functools.cache
 def options_of(command: str) -> set[str]:
     found = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
     return {name for parameter in found.params for name in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}

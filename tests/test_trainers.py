@@ -18,6 +18,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import remat
+from remat.capture import trl_head
 from remat.capture.circumstances import hooked
 from remat.costing.device_allocator import measure_peak
 from remat.errors import DoesNotFit, UsageError
@@ -56,13 +57,13 @@ pytestmark = [
 VOCAB, LENGTH = 64, 32
 
 
-def llama() -> Any:
+def llama(layers: int = 2) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         pad_token_id=0,
@@ -91,12 +92,17 @@ SETTINGS: dict[str, Any] = {
 
 
 def trainer(
-    folder: Path, *callbacks: Any, data: Any = None, collate: Any = None, evaluated: Any = None, **options: Any
+    folder: Path,
+    *callbacks: Any,
+    model: nn.Module | None = None,
+    data: Any = None,
+    collate: Any = None,
+    evaluated: Any = None,
+    **options: Any,
 ) -> Any:
     arguments = transformers.TrainingArguments(str(folder), **{**SETTINGS, **options})
-    return transformers.Trainer(
-        llama(), arguments, collate, train_dataset=data or rows(), eval_dataset=evaluated, callbacks=list(callbacks)
-    )
+    datasets = {"train_dataset": data or rows(), "eval_dataset": evaluated}
+    return transformers.Trainer(model or llama(), arguments, collate, **datasets, callbacks=list(callbacks))
 
 
 def losses_of(made: Any) -> list[float]:
@@ -334,7 +340,7 @@ def test_a_budget_is_planned_for_once_and_trains_alike(
 ) -> None:
     options: dict[str, Any] = {"bf16": True, "gradient_accumulation_steps": 2}
     expected = losses_of(trainer(tmp_path, **options))
-    first = RematCallback(budget="1100KiB", cache=tmp_path, exact=True)
+    first = RematCallback(budget="800KiB", cache=tmp_path, exact=True)
     made = trainer(tmp_path, first, **options)
     assert losses_of(made) == expected
     assert isinstance(first.plan, Plan) and first.plan.regions
@@ -343,7 +349,7 @@ def test_a_budget_is_planned_for_once_and_trains_alike(
     assert str(path) in capsys.readouterr().err
 
     monkeypatch.setattr(planner, "plan", None)
-    again, losses = RematCallback(budget="1100KiB", cache=tmp_path, exact=True), []
+    again, losses = RematCallback(budget="800KiB", cache=tmp_path, exact=True), []
     peak = measure_peak(lambda: losses.extend(losses_of(trainer(tmp_path, again, **options))), CPU)
     assert losses == expected and len(losses) == 2
     assert peak <= first.plan.budget_bytes
@@ -354,7 +360,7 @@ def test_a_budget_is_planned_for_once_and_trains_alike(
 def test_other_answers_are_in_the_log_where_they_are_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    losses_of(trainer(tmp_path, callback := RematCallback(budget="1100KiB", cache=tmp_path, menu=True)))
+    losses_of(trainer(tmp_path, callback := RematCallback(budget="800KiB", cache=tmp_path, menu=True)))
     assert isinstance(callback.plan, Plan)
     first, _ = in_two_lines(callback.plan.alternatives)
     assert f"remat: {first}" in capsys.readouterr().err
@@ -362,7 +368,7 @@ def test_other_answers_are_in_the_log_where_they_are_asked_for(
 
 def test_frozen_weights_go_to_the_host_where_the_plan_counts_on_it(tmp_path: Path) -> None:
     def frozen(*callbacks: Any) -> Any:
-        made = trainer(tmp_path, *callbacks, bf16=True)
+        made = trainer(tmp_path, *callbacks, model=llama(3), bf16=True)
         made.model.model.layers.requires_grad_(False)
         return made
 
@@ -519,12 +525,17 @@ def test_a_fused_plan_trains_on_through_other_lengths_evaluation_and_resuming(
 ) -> None:
     """Batches of 4 rows, of which the fourth is another length, later ones too, and the last has 3 rows."""
     lengths = [16] * 12 + [12] * 4 + [9] * 4 + [14] * 4 + [11] * 3
-    options = {"max_steps": 7, "train_sampling_strategy": "sequential", "bf16": True, "evaluated": rows(8)}
+    options: dict[str, Any] = {
+        "max_steps": 7,
+        "train_sampling_strategy": "sequential",
+        "bf16": True,
+        "evaluated": rows(8),
+    }
     options |= {"data": rows(len(lengths), lengths.__getitem__), "eval_strategy": "steps", "eval_steps": 3}
     monkeypatch.setattr(planner, "plan", fused_by_hand)
     monkeypatch.setattr(fused_group, "_OPEN", {})
     with kernels.interpreted():
-        saved = {"save_strategy": "steps", "save_steps": 5}
+        saved: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5}
         ours = trainer(
             tmp_path / "fused",
             callback := RematCallback(budget="2MiB", fuse=True, cache=plans),
@@ -702,13 +713,13 @@ def test_trls_sft_trainer_with_lora_trains_alike_within_the_budget(trl: Make, tm
     options = {"bf16": True, "gradient_accumulation_steps": 2, "peft_config": lora("CAUSAL_LM")}
     make = functools.partial(trl, "SFT", data=data, **options)
     expected = losses_of(make())
-    losses_of(made := make(first := RematCallback(budget="640KiB", cache=tmp_path)))
-    assert trainer_workload.has_fused_head(made.model)
+    losses_of(made := make(first := RematCallback(budget="440KiB", cache=tmp_path)))
+    assert trl_head.is_on(made.model)
     assert first.plan is not None and first.plan.regions and len(first.plan.fingerprints) == 1
     assert first.plan.about["opaque_functions"] == ["trl.kernels.chunked_logprob:ChunkedLogProbFunction"]
 
     losses: list[float] = []
-    peak = measure_peak(lambda: losses.extend(losses_of(make(RematCallback(budget="640KiB", cache=tmp_path)))), CPU)
+    peak = measure_peak(lambda: losses.extend(losses_of(make(RematCallback(budget="440KiB", cache=tmp_path)))), CPU)
     assert losses == expected and len(losses) == 2
     assert peak <= first.plan.budget_bytes
     assert peak == pytest.approx(first.plan.predicted["peak_bytes"], rel=0.005)
@@ -764,6 +775,7 @@ def with_triton(trl: Make, monkeypatch: pytest.MonkeyPatch) -> Any:
     return kernels
 
 
+@pytest.mark.fast("bf16")
 @pytest.mark.parametrize("options", [{}, {"bf16": True, "gradient_accumulation_steps": 2}], ids=["fp32", "bf16"])
 def test_where_triton_runs_every_position_is_scored_and_losses_are_those_of_the_labelled_ones(
     options: dict[str, Any], trl: Make, with_triton: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -814,6 +826,7 @@ def judged(words: int = 10) -> list[dict[str, Any]]:
 
 
 @pytest.mark.any_device
+@pytest.mark.fast("DPO", "Reward")
 @pytest.mark.parametrize("name", ["DPO", "Reward", "KTO"])
 def test_trainers_of_preferences_train_alike(
     name: str, trl: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -837,6 +850,7 @@ def test_trainers_of_preferences_train_alike(
     assert counts_of(made.model).regions == 2 * len(callback.plan.regions) > 0
 
 
+@pytest.mark.fast("KTO")
 @pytest.mark.parametrize("name", ["DPO", "KTO"])
 def test_a_reference_model_of_its_own_is_counted_and_trains_alike(name: str, trl: Make, tmp_path: Path) -> None:
     """Without a mask, as in eager mode, and when what autocast kept of the model's own weights is gone."""
@@ -914,6 +928,7 @@ TWICE = {"num_iterations": 2, "gradient_accumulation_steps": 2}
 
 
 @pytest.mark.any_device
+@pytest.mark.fast("grpo")
 @pytest.mark.parametrize(
     "options", [pytest.param({}, id="grpo"), pytest.param({"name": "RLOO", "steps_per_generation": 2}, id="rloo")]
 )

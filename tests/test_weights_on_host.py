@@ -57,13 +57,13 @@ from tests.toys import (
     tokens,
 )
 
-LAYERS = 5
+LAYERS = 3
 
 
-def frozen() -> Any:
+def frozen(layers: int = LAYERS) -> Any:
     """A transformer of which norms, embedding and head are trained; the linear layers between are not."""
     torch.manual_seed(0)
-    model = Transformer(layers=LAYERS)
+    model = Transformer(layers=layers)
     for each in model.layers.modules():
         if isinstance(each, nn.Linear):
             each.requires_grad_(False)
@@ -104,6 +104,7 @@ def gradients(model: nn.Module, autocast: torch.dtype | None = None) -> list[tor
 
 
 @pytest.mark.any_device
+@pytest.mark.fast("fp32-nothing", "fp32-nested", "fp32-half-saved", "amp-first-dropout-saved", "amp-pairs-of-segments")
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("workload", [FROZEN, FROZEN_BF16], ids=["fp32", "amp"])
 def test_gradients_are_bitwise_however_late_copies_are_and_whatever_is_recomputed(
@@ -266,7 +267,7 @@ def test_weights_for_which_there_is_no_room_stay_on_the_host(monkeypatch: pytest
     plain, model = frozen(), remat.offload_weights(frozen(), LAYERS)
     with pytest.raises(RuntimeError, match="nonsense"):
         bring_weights_back(model, "nonsense")
-    monkeypatch.setattr(module._Moved, "fetch", failing_at(3, module._Moved.fetch))
+    monkeypatch.setattr(module._Moved, "fetch", failing_at(LAYERS - 1, module._Moved.fetch))
     with pytest.raises(torch.OutOfMemoryError):
         bring_weights_back(model)
     assert here(model) == 0
@@ -336,7 +337,7 @@ class Between(Transformer):
         layers: Any = self.layers
         x = self.embed(ids)
         for i, layer in enumerate(layers):
-            x = torch.compiler.disable(layer)(x) if i == 2 else layer(x)
+            x = torch.compiler.disable(layer)(x) if i == 1 else layer(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())  # type: ignore[union-attr]
 
 
@@ -370,7 +371,7 @@ class Helped(Transformer):
             x = layer(x)
             h = layer.up(x)
             x = x + F.gelu(h.mul_(0.5).add_(1))[..., :WIDTH]
-            if i == 2:
+            if i == 1:
                 middle = x.pow(2).mean()
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()), middle  # type: ignore[union-attr]
 
@@ -389,6 +390,9 @@ BACKWARDS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
 
 
 @pytest.mark.any_device
+@pytest.mark.fast(
+    "both-nothing", "a part-all-in-one", "a part, and then all-nothing", "all, and then a part-all-in-one"
+)
 @pytest.mark.parametrize("choose", [CHOICES["nothing"], around_layers], ids=["nothing", "all-in-one"])
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_any_part_of_a_backward_finds_its_weights(name: str, choose: Choose) -> None:
@@ -436,19 +440,19 @@ def test_a_graph_that_several_layers_share_brings_those_of_the_layer_that_it_is_
     plain = built()
     workload = dataclasses.replace(FROZEN, name="toy-ordered", build=built)
     model: Any = on_host(copy.deepcopy(plain), plan_for(workload, CHOICES["nothing"]))
-    for order in [(0, 1, 2, 3, 4), (1, 0, 2, 4, 3), (4, 3, 2, 1, 0)]:
+    for order in [(0, 1, 2), (1, 0, 2), (2, 1, 0)]:
         plain.order = model.order = order
         assert all(torch.equal(left, right) for left, right in zip(gradients(plain), gradients(model), strict=True))
 
 
 def test_a_plan_and_a_model_that_disagree_about_weights_are_told() -> None:
-    knows = dataclasses.replace(plan_for(FROZEN), about={**plan_for(FROZEN).about, "weights_on_host": 4})
-    with pytest.raises(PlanMismatch, match=r"say `remat.offload_weights\(model, 4\)`"):
+    knows = dataclasses.replace(plan_for(FROZEN), about={**plan_for(FROZEN).about, "weights_on_host": 3})
+    with pytest.raises(PlanMismatch, match=r"say `remat.offload_weights\(model, 3\)`"):
         remat.apply(frozen(), knows)(*BATCHES[0])
     with pytest.raises(PlanMismatch, match="the plan does not know"):
-        remat.apply(remat.offload_weights(frozen(), 4), plan_for(FROZEN))(*BATCHES[0])
+        remat.apply(remat.offload_weights(frozen(), 3), plan_for(FROZEN))(*BATCHES[0])
     with pytest.raises(UsageError, match="4 layers of this model are on the host already"):
-        remat.offload_weights(remat.offload_weights(frozen(), 4), 3)
+        remat.offload_weights(remat.offload_weights(frozen(4), 4), 3)
 
 
 class Reading(Transformer):
@@ -475,8 +479,8 @@ def test_a_weight_that_something_else_than_a_product_reads_is_refused_by_name() 
 
 
 def test_layers_are_the_largest_list_and_its_commonest_kind_with_frozen_weights_of_their_own() -> None:
-    model = frozen()
-    assert [layer.path for layer in layers_of(model)] == [f"layers.{i}" for i in range(LAYERS)]
+    model = frozen(5)
+    assert [layer.path for layer in layers_of(model)] == [f"layers.{i}" for i in range(5)]
     model.layers[2].qkv = nn.Linear(16, 48, bias=False).requires_grad_(False)  # another kind
     model.layers[1].up.weight = model.layers[3].up.weight  # shared
     assert [layer.path for layer in layers_of(model)] == ["layers.0", "layers.4"]
@@ -523,7 +527,7 @@ def test_a_plan_with_layers_on_the_host_is_measured_as_predicted_and_bitwise(
     assert report.passed, str(report)
 
 
-DEEP = 8
+DEEP = 5
 
 
 def deep() -> nn.Module:
@@ -550,8 +554,8 @@ def layers_in_plan(bytes_per_us: float, share: float, host_bytes: int = 1 << 40)
 
 
 def test_layers_go_to_the_host_where_that_is_cheaper_than_recomputing() -> None:
-    assert layers_in_plan(1e9, 0.75) > AT_ONCE  # a link that hides everything
-    assert layers_in_plan(1e-3, 0.75) == 0  # one that hides nothing
+    assert layers_in_plan(1e9, 0.85) > AT_ONCE  # a link that hides everything
+    assert layers_in_plan(1e-3, 0.85) == 0  # one that hides nothing
     assert layers_in_plan(1e9, 2.0) == 0  # everything fits
 
 
@@ -565,10 +569,10 @@ def test_a_host_without_room_for_the_fewest_layers_is_refused() -> None:
 
 
 def test_a_profile_with_layers_put_on_the_host_is_that_of_a_step_recorded_so() -> None:
-    loop = TrainingLoop(weights_on_host=6)
+    loop = TrainingLoop(weights_on_host=DEEP - 1)
     _, recorded = profiled(1e3, loop)
     step, profile = profiled(1e3)
-    found = with_layers(profile, step, 6)
+    found = with_layers(profile, step, DEEP - 1)
     for field in ("fixed_bytes", "first_step_bytes", "peak_bytes"):
         assert getattr(found.graph, field, None) == getattr(recorded.graph, field, None)
     assert np.array_equal(found.graph.untraced_bytes, recorded.graph.untraced_bytes)

@@ -22,6 +22,7 @@ WITHOUT = "import sys; sys.modules['ortools'] = None\n"
 PLANS = """
 import json
 from remat.errors import Infeasible
+from remat.formulation.solution import Limits
 from remat.planning.budget import Budget
 from remat.planning.planner import plan_profile
 from remat.costing.planning_device import find_planning_device
@@ -38,7 +39,7 @@ least = least_peak_of(profile.graph, profile.costs)
 said = []
 for share in map(float, sys.argv[1:]):
     budget = round(least + share * (most - least))
-    said.append(plan_profile(profile, Budget(budget, budget), step=step).solver)
+    said.append(plan_profile(profile, Budget(budget, budget), step=step, limits=Limits(time_s=4)).solver)
 try:
     plan_profile(profile, Budget(least // 2, least // 2), step=step, exact=True)
 except Infeasible as error:

@@ -13,10 +13,15 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @functools.cache
-def sources(*folders: str) -> tuple[tuple[str, ast.Module], ...]:
+def tree_of(path: Path) -> ast.Module:
+    """The syntax tree of a file, which nobody changes: parsed once for all tests of a process."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def sources(*folders: str) -> Iterator[tuple[str, ast.Module]]:
     """(path, syntax tree) of every file of Python in these folders."""
-    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    return tuple((str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8"))) for path in paths)
+    for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        yield str(path.relative_to(ROOT)), tree_of(path)
 
 
 PACKAGE = ("remat", "solvers", "models")

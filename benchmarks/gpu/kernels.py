@@ -22,7 +22,7 @@ from benchmarks.gpu.runner import CUT, until
 make_importable()
 
 from remat.costing.kernel_calls import NotMeasurable, read_table  # noqa: E402
-from remat.costing.operator_timing import _ready, time_operator  # noqa: E402
+from remat.costing.operator_timing import measuring, time_operator  # noqa: E402
 from remat.evaluation.graph import OpKind  # noqa: E402
 
 COLUMNS = ("operator", "signature", "flops", "moved_bytes", "dtype", "time_us", "spread", "workspace_bytes", "failure")
@@ -33,7 +33,7 @@ def main(table: Path, found: Path) -> int:
     device = torch.device("cuda", 0)
     rows = read_table(table)[1]
     done = sum(1 for _ in csv.reader(found.open())) - 1 if found.exists() else -1
-    with found.open("a", newline="") as file, _ready(device):
+    with found.open("a", newline="") as file, measuring(device):
         writer = csv.writer(file, lineterminator="\n")
         if done < 0:
             writer.writerow(COLUMNS)

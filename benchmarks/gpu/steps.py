@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -44,6 +45,7 @@ make_importable()
 
 from remat.cli.commands.files import spec_in  # noqa: E402
 from remat.cli.commands.source import workload_of  # noqa: E402
+from remat.costing.timing_cache import device_name  # noqa: E402
 from remat.evaluation.plan import Plan  # noqa: E402
 from remat.workload.workload import Workload, trainable  # noqa: E402
 
@@ -254,7 +256,9 @@ class Findings:
 
     def __init__(self, model: str, folder: Path):
         self._path = folder / f"{model}.json.gz"
-        self._found: dict[str, Any] = {"model": model, "torch": torch.__version__, "rows": []}
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._found: dict[str, Any] = {"model": model, "device": device_name(device), "rows": []}
+        self._found |= {"torch": torch.__version__, "transformers": transformers.__version__}
         with contextlib.suppress(OSError, EOFError, ValueError), gzip.open(self._path, "rt") as file:
             self._found = json.load(file)
         self.rows: list[dict[str, Any]] = self._found["rows"]

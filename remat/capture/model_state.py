@@ -379,6 +379,7 @@ def _is_own(value: Any) -> bool:
     return isinstance(value, _FUNCTIONS) and _is_in(str(value.__module__), ("remat",))
 
 
+@functools.cache
 def _is_in(module: str, packages: tuple[str, ...]) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 

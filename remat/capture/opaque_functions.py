@@ -18,13 +18,20 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat._torch.dynamo import left_whole
 from remat._torch.training import without_modes
-from remat.capture import four_bit
+from remat.capture import four_bit, trl_head
 
 Function = type[torch.autograd.Function]
+
+
+def known_functions(model: nn.Module) -> frozenset[str]:
+    """List the Functions that layers of `model` are known to call: no first capture need find these."""
+    known = {four_bit.FUNCTION: four_bit.has_4_bit_layers, trl_head.FUNCTION: trl_head.is_on}
+    return frozenset(name for name, is_on in known.items() if is_on(model))
 
 
 def functions_behind(loss: torch.Tensor) -> frozenset[str]:

@@ -25,7 +25,6 @@ from typing import Any, Protocol
 from torch import nn
 
 from remat._torch.dynamo import graph_breaks
-from remat.capture import four_bit
 from remat.capture.anchors import Signature
 from remat.capture.eager_answers import Answers
 from remat.capture.model_state import NUMBER, ModelState
@@ -80,9 +79,11 @@ class SteadyStep(Protocol):
     """A step whose model is to be settled.
 
     calls   its captured forwards, under `calls.answers`      graphs  those that ran last
+    known_functions  names of those that are left whole from the first capture on
     """
 
     calls: Any
+    known_functions: frozenset[str]
     early: Early
 
     @property
@@ -126,8 +127,7 @@ def settle(step: SteadyStep, run_again: Callable[[], None]) -> None:
 def _answered(step: SteadyStep, run_again: Callable[[], None]) -> _Capture:
     """Return the capture under the answers that keep the most eager branches."""
     untouched = step.state()
-    whole = [four_bit.FUNCTION] if four_bit.has_4_bit_layers(step.model) else []
-    first = found = _steady(step, run_again, Answers(opaque=whole))
+    first = found = _steady(step, run_again, Answers(opaque=step.known_functions))
     while untraced := found.functions - found.answers.opaque:
         other = _steady(step, run_again, Answers(opaque=found.answers.opaque | untraced))
         if other.failure is not None:

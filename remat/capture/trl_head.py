@@ -17,13 +17,29 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
+FUNCTION = "trl.kernels.chunked_logprob:ChunkedLogProbFunction"
+_MAKER = "add_fused_lm_head."
+_NO_CODE = (lambda: None).__code__
 _ASKER, _QUESTION = "trl.trainer.utils", "_use_triton"
 
 
 def is_known() -> bool:
     """Return whether this version of TRL's head asks the question that is answered here."""
     return callable(getattr(sys.modules.get(_ASKER), _QUESTION, None))
+
+
+def is_on(model: nn.Module) -> bool:
+    """Return whether TRL has put its head on `model`, or on a module of it."""
+    return any(map(_is_on, model.modules()))
+
+
+def _is_on(module: nn.Module) -> bool:
+    forward = getattr(module.__dict__.get("forward"), "__func__", None)
+    while forward is not None and not getattr(forward, "__code__", _NO_CODE).co_qualname.startswith(_MAKER):
+        forward = getattr(forward, "__wrapped__", None)
+    return forward is not None
 
 
 def selects_rows(device: torch.device) -> bool:

@@ -63,7 +63,7 @@ def time_operators(
     rows: list[KindCost] = []
     failed: list[dict[str, Any]] = []
     hits = 0
-    with _ready(device), known:
+    with measuring(device), known:
         before = _allocated(device)
         for index, kind in enumerate(kinds):
             row = known.row(kind)
@@ -103,7 +103,7 @@ def time_operators(
 
 
 @contextlib.contextmanager
-def _ready(device: torch.device) -> Iterator[None]:
+def measuring(device: torch.device) -> Iterator[None]:
     """Disable gradients, make `device` current, and restore the caller's random state afterwards."""
     on_cuda = device.type == "cuda"
     with (
@@ -243,7 +243,7 @@ def _rates(device: torch.device, cache: Path | Literal["default"] | None) -> dic
     """Return the rates per microsecond: bytes of a large copy, and operations of a large product by dtype."""
     known = Cache.open(default_cache() if cache == "default" else cache, device)
     if not {"bytes", "float32"} <= known.rates.keys():
-        with _ready(device), known:
+        with measuring(device), known:
             known.rates = _measured_rates(device)
     return dict(known.rates)
 

@@ -36,76 +36,14 @@ memory hierarchy.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
 
+from remat.costing.reached_shares import is_before, rate_of, shares_of
+from remat.evaluation.described_tensor import DescribedTensor
 from remat.evaluation.graph import FROM_HOST, OpKind
 from remat.workload.target import Target
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shares:
-    """The shares of a generation's peak rates that its kernels reach.
-
-    product  arithmetic of large aligned products; fitted, below the best that a single shape reaches (0.87 on an A100,
-             0.80 on an H100: Bekman, ml-engineering, table of maximum achievable matmul FLOPS, August 2026)
-    flash, cudnn, efficient  arithmetic of attention forward, heads 128 wide, long sequences
-    stream   bandwidth of pointwise kernels: that of large copies, fitted for GeForce cards
-    full     arithmetic of large products in float32 without TF32
-    l2       speed of traffic that fits L2 relative to other traffic (Rule 7)
-    single   elements per microsecond and processor of a kernel that loads numbers one by one (Rule 6)
-    cast     the same if it also casts between floating-point types, or computes the place of each element
-    scattered  the same if neighbours in the result are apart in the argument; 0: unknown
-    loose    share of `stream` of kernels that load numbers of 32 bits one by one
-    permuted  share of `stream` of copies into another order, if elements do not limit them
-    written  share of `stream` of a product's traffic, whose results are written after the arithmetic
-    patches  share of a product's rate that convolutions reach (Rule 3)
-    loaded   share of a product's rate, by the largest power of two bytes that divides every row of its operands
-             (Rule 2)
-    stored   the same for the rows of its result
-    """
-
-    product: float
-    flash: float
-    cudnn: float
-    efficient: float
-    stream: float
-    full: float
-    l2: float
-    single: float
-    cast: float
-    scattered: float = 0.0
-    loose: float = 1.0
-    permuted: float = 0.65  # assumed
-    written: float = 1.0
-    patches: float = 0.8  # fitted
-    loaded: tuple[float, ...] = (0.5, 0.7, 0.85, 1.0)  # of 2, 4, 8, 16 bytes: assumed
-    stored: tuple[float, ...] = (0.5, 0.7, 0.85, 1.0)
-
-
-# Flash attention on an A100: 73 % (Dao 2023, FlashAttention-2, section 4.1). On an H100, for torch's kernel and for
-# cuDNN's: 370 and 610 of 989 teraflops (Shah et al. 2024, FlashAttention-3, figure 5, which times both).
-# Memory-efficient attention: assumed. GeForce cards run above their rated clock, so their shares are high. Measured are
-# Ada's product, stream and L2, elements loaded one by one on Ada and on Ampere, and Hopper's all but flash, cuDNN and
-# stream. Whole steps of torch before 2.9 on Hopper fit a lower share of products than their kernels alone reach.
-_AMPERE = _Shares(0.78, 0.73, 0.73, 0.40, 0.85, 0.78, 1.4, 1600, 1600)
-_HOPPER = _Shares(
-    *(0.75, 0.37, 0.61, 0.15, 0.88, 0.78, 1.4, 2500, 1650),
-    scattered=950,
-    loose=0.8,
-    permuted=1.0,
-    written=0.85,
-    patches=0.69,  # so that convolutions reach 0.52, as fitted
-    loaded=(0.2, 0.37, 0.37, 1.0),
-    stored=(0.135, 0.35, 0.37, 1.0),
-)
-_HOPPER_BEFORE = dataclasses.replace(_HOPPER, product=0.65, patches=0.8)
-_ADA = _Shares(0.64, 0.73, 0.73, 0.40, 0.765, 0.64, 6.5, 3400, 3400)
-_GEFORCE = _Shares(1.0, 0.73, 0.73, 0.40, 0.95, 1.0, 1.4, 3400, 3400)
-_SHARES = {80: _AMPERE, 86: _GEFORCE, 89: _ADA, 90: _HOPPER}
 
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.65))  # rows, columns, share
 # By bytes of a number: of the inner dimension, the parts that it may be cut into, and what each tile loses of it.
@@ -204,7 +142,7 @@ def kernel_us(kind: OpKind, target: Target) -> float:
     if kind.name == FROM_HOST and target.host_bytes_per_us:
         return target.launch_us + kind.moved_bytes / target.host_bytes_per_us
     if not target.capability or target.efficiency == 1.0:
-        arithmetic, traffic = kind.flops / _rate(kind.dtype, target), kind.moved_bytes / target.bytes_per_us
+        arithmetic, traffic = kind.flops / rate_of(kind.dtype, target), kind.moved_bytes / target.bytes_per_us
         return max(max(arithmetic, traffic) / target.efficiency, target.launch_us)
     return _launches(kind, target) * target.launch_us + max(_arithmetic_us(kind, target), _traffic_us(kind, target))
 
@@ -217,70 +155,9 @@ def _launches(kind: OpKind, target: Target) -> int:
     return 2 if name in (*_TWICE, *_REDUCING) else 1
 
 
-def _rate(dtype: str, target: Target) -> float:
-    return target.flops_per_us.get(dtype, target.flops_per_us["float32"])
-
-
-def _shares(target: Target) -> _Shares:
-    found = _GEFORCE if target.geforce else _SHARES.get(target.capability, _HOPPER)
-    return _HOPPER_BEFORE if found is _HOPPER and _is_before(target, (2, 9)) else found
-
-
-def _is_before(target: Target, release: tuple[int, int]) -> bool:
-    """Return whether the target trains with an older torch; a target without a version has the newest."""
-    return (0, 0) < target.torch_release < release
-
-
 def operator_name(kind: OpKind) -> str:
     """Return the operator's name, the same for a kernel of ATen and its stand-in under `remat::` (`stand_ins.py`)."""
     return kind.name.removeprefix("aten.").removeprefix("remat.").partition(".")[0]
-
-
-_ITEM_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "bool": 1, "uint8": 1}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tensor:
-    """A tensor of a signature."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: str
-
-    @staticmethod
-    def of(argument: dict[str, Any]) -> _Tensor:
-        shape, stride, dtype = argument["tensor"]
-        return _Tensor(tuple(shape), tuple(stride), dtype)
-
-    @property
-    def item_bytes(self) -> int:
-        return _ITEM_BYTES.get(self.dtype, 2)
-
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * self.item_bytes
-
-    @property
-    def layout(self) -> tuple[tuple[int, int], ...]:
-        """Sizes and strides of the dimensions larger than 1."""
-        return tuple((size, step) for size, step in zip(self.shape, self.stride, strict=True) if size > 1)
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether its elements fill one stretch of memory, in any order."""
-        pairs = sorted((step, size) for step, size in zip(self.stride, self.shape, strict=True) if size > 1)
-        expected = 1
-        for step, size in pairs:
-            if step != expected:
-                return False
-            expected *= size
-        return True
-
-    @property
-    def row_bytes(self) -> int:
-        """Distance in bytes between the rows of a matrix, in either layout."""
-        pairs = zip(self.stride[-2:], self.shape[-2:], strict=True)
-        return max((step for step, size in pairs if size > 1), default=1) * self.item_bytes
 
 
 # Arithmetic
@@ -301,22 +178,22 @@ def _arithmetic_us(kind: OpKind, target: Target) -> float:
         return 0.0
     name, args = operator_name(kind), kind.signature[0]
     if name in _OPERANDS:
-        left, right = (_Tensor.of(args[position]) for position in _OPERANDS[name])
+        left, right = (DescribedTensor.of(args[position]) for position in _OPERANDS[name])
         return _product_us(left, right, target)
     if name in ("convolution", "convolution_backward"):
         return _convolution_us(kind, target, backward=name.endswith("backward"))
     if (kernel := name.removeprefix("_scaled_dot_product_")) in _CAUSAL:
         return _attention_us(kind, kernel, target)
-    return kind.flops / (_rate(kind.dtype, target) * _shares(target).product)
+    return kind.flops / (rate_of(kind.dtype, target) * shares_of(target).product)
 
 
-def _product_us(left: _Tensor, right: _Tensor, target: Target) -> float:
-    """Return the arithmetic time of a product by Rules 1 and 2."""
+def _product_us(left: DescribedTensor, right: DescribedTensor, target: Target) -> float:
+    """Return the arithmetic time of a product. (Rules 1 and 2)"""
     (rows, inner), columns, count = left.shape[-2:], right.shape[-1], math.prod(left.shape[:-2])
     if 1 in (rows, columns):
         return 0.0
-    shares = _shares(target)
-    rate = _rate(left.dtype, target) * (shares.full if _is_full(left.dtype, target) else shares.product)
+    shares = shares_of(target)
+    rate = rate_of(left.dtype, target) * (shares.full if _is_full(left.dtype, target) else shares.product)
     if left.item_bytes == 2:
         loaded = min(shares.loaded[_power(operand.row_bytes)] for operand in (left, right))
         rate *= min(loaded, shares.stored[_power(columns * left.item_bytes)])
@@ -325,7 +202,7 @@ def _product_us(left: _Tensor, right: _Tensor, target: Target) -> float:
 
 
 def _power(row_bytes: int) -> int:
-    """Return the index into `_Shares.loaded`: 0 for rows that are multiples of 2 bytes, 3 for multiples of 16."""
+    """Index into `Shares.loaded`: 0 for rows that are multiples of 2 bytes, 3 for multiples of 16."""
     return math.gcd(row_bytes, 16).bit_length() - 2
 
 
@@ -351,11 +228,11 @@ def _filled(count: int, rows: int, columns: int, inner: int, target: Target, siz
 
 
 def _convolution_us(kind: OpKind, target: Target, *, backward: bool) -> float:
-    """Return the time of a convolution by Rule 3."""
-    args, shares = kind.signature[0], _shares(target)
-    image, weight = _Tensor.of(args[1 if backward else 0]), _Tensor.of(args[2 if backward else 1])
+    """Return the time of a convolution. (Rule 3)"""
+    args, shares = kind.signature[0], shares_of(target)
+    image, weight = DescribedTensor.of(args[1 if backward else 0]), DescribedTensor.of(args[2 if backward else 1])
     transposed, groups = (args[7], args[9]) if backward else (args[6], args[8])
-    once = _convolved(_Tensor.of(args[0]), weight) if backward and not transposed else kind.flops
+    once = _convolved(DescribedTensor.of(args[0]), weight) if backward and not transposed else kind.flops
     wanted = [bool(asked) for asked in args[10][:2]] if backward and not transposed else [True]
     channels_first = _is_channels_first(image)
     stream = target.bytes_per_us * shares.stream
@@ -366,7 +243,7 @@ def _convolution_us(kind: OpKind, target: Target, *, backward: bool) -> float:
     volumes = len(weight.shape) == 5
     few = image.shape[1] <= _FEW_CHANNELS and not volumes and (kind.dtype == "float32" or channels_first)
     dtype = "float32" if few else "tf32" if kind.dtype == "float32" else kind.dtype
-    rate = _rate(dtype, target) * shares.product * shares.patches
+    rate = rate_of(dtype, target) * shares.product * shares.patches
     if volumes:
         rate *= _TRANSPOSED_VOLUMES if transposed else _VOLUMES
     if few and kind.dtype != "float32":
@@ -382,19 +259,19 @@ def _convolution_us(kind: OpKind, target: Target, *, backward: bool) -> float:
 def _is_copied(kind: OpKind, target: Target) -> bool:
     """Return whether channels come first and cuDNN copies the tensors to have them last."""
     args, backward = kind.signature[0], operator_name(kind).endswith("_backward")
-    image, weight = _Tensor.of(args[1 if backward else 0]), _Tensor.of(args[2 if backward else 1])
+    image, weight = DescribedTensor.of(args[1 if backward else 0]), DescribedTensor.of(args[2 if backward else 1])
     if not _is_channels_first(image) or args[9 if backward else 8] > 1:
         return False
-    return _is_before(target, (2, 8)) or not _is_product(image, weight, args[4:6] if backward else args[3:5])
+    return is_before(target, (2, 8)) or not _is_product(image, weight, args[4:6] if backward else args[3:5])
 
 
-def _is_product(image: _Tensor, weight: _Tensor, stride_padding: list[list[int]]) -> bool:
+def _is_product(image: DescribedTensor, weight: DescribedTensor, stride_padding: list[list[int]]) -> bool:
     """Return whether a convolution of single pixels is a product without a copy: its planes are aligned rows."""
     pixels = math.prod(weight.shape[2:]) == 1 and set(stride_padding[0]) == {1} and set(stride_padding[1]) == {0}
     return pixels and math.prod(image.shape[2:]) * image.item_bytes % 16 == 0
 
 
-def _is_channels_first(image: _Tensor) -> bool:
+def _is_channels_first(image: DescribedTensor) -> bool:
     return image.shape[1] > 1 and image.stride[1] != 1
 
 
@@ -402,13 +279,13 @@ def _bias_bytes(kind: OpKind, *, backward: bool) -> int:
     """Return the bytes moved by the pass that adds a bias to the result, or that sums the gradient for it."""
     args = kind.signature[0]
     if backward:
-        return _Tensor.of(args[0]).size_bytes if args[10][2] else 0
+        return DescribedTensor.of(args[0]).size_bytes if args[10][2] else 0
     if args[2] is None:
         return 0
-    return 2 * (kind.moved_bytes - sum(_Tensor.of(argument).size_bytes for argument in args[:3]))
+    return 2 * (kind.moved_bytes - sum(DescribedTensor.of(argument).size_bytes for argument in args[:3]))
 
 
-def _convolved(gradient: _Tensor, weight: _Tensor) -> int:
+def _convolved(gradient: DescribedTensor, weight: DescribedTensor) -> int:
     """Count the operations of one of the two products of a convolution's backward; torch's counter ignores groups."""
     return 2 * math.prod(gradient.shape) * math.prod(weight.shape[1:])
 
@@ -416,16 +293,16 @@ def _convolved(gradient: _Tensor, weight: _Tensor) -> int:
 def _attention_us(kind: OpKind, kernel: str, target: Target) -> float:
     """Return the time of attention by Rule 4."""
     args, backward = kind.signature[0], kernel.endswith("_backward")
-    query, key = (_Tensor.of(args[position + backward]) for position in (0, 1))
+    query, key = (DescribedTensor.of(args[position + backward]) for position in (0, 1))
     causal = len(args) > _CAUSAL[kernel] and args[_CAUSAL[kernel]] is True
-    work, by, shares = 0.5 if causal else 1.0, kernel.partition("_")[0], _shares(target)
+    work, by, shares = 0.5 if causal else 1.0, kernel.partition("_")[0], shares_of(target)
     keys = key.shape[2] * work
     share = shares.full if _is_full(kind.dtype, target) else getattr(shares, by)
     share *= keys / (keys + _FILLED[by])
     share *= (_BACKWARD[by] if backward else 1.0) * (_NARROW if query.shape[-1] <= 64 else 1.0)
     if backward and by == "efficient":
         share *= next((less for width, less in _WIDE.items() if query.shape[-1] > width), 1.0)
-    arithmetic = kind.flops * work / (_rate(kind.dtype, target) * share)
+    arithmetic = kind.flops * work / (rate_of(kind.dtype, target) * share)
     dropped = by == "cudnn" and len(args) > _CAUSAL[kernel] - 1 and args[_CAUSAL[kernel] - 1]
     drawn = math.prod(query.shape[:3]) * keys if dropped else 0.0
     return arithmetic + drawn / (_DRAWN * max(target.processors, 1))
@@ -435,7 +312,7 @@ def _attention_us(kind: OpKind, kernel: str, target: Target) -> float:
 
 
 def _traffic_us(kind: OpKind, target: Target) -> float:
-    name, shares = operator_name(kind), _shares(target)
+    name, shares = operator_name(kind), shares_of(target)
     stream = target.bytes_per_us * shares.stream
     if not kind.flops and kind.moved_bytes < _KEPT * target.l2_bytes:
         stream *= shares.l2
@@ -462,7 +339,7 @@ def _has_columns(kind: OpKind) -> bool:
 
 
 def _picked_us(kind: OpKind, target: Target, stream: float) -> float:
-    once = _PICKED_BEFORE_US if _is_before(target, (2, 8)) else _PICKED_US
+    once = _PICKED_BEFORE_US if is_before(target, (2, 8)) else _PICKED_US
     return once * math.prod(_tensors(kind)[1].shape)
 
 
@@ -541,7 +418,7 @@ def _gathered_us(kind: OpKind, target: Target, stream: float) -> float:
         moved = min(moved, moved / 2 + table.size_bytes)
     again = _AGAIN.get(name, 1.0)
     if name == "embedding":
-        again = _EMBEDDED_BEFORE if _is_before(target, (2, 8)) else _EMBEDDED
+        again = _EMBEDDED_BEFORE if is_before(target, (2, 8)) else _EMBEDDED
     return moved * again / stream
 
 
@@ -564,7 +441,7 @@ def _rolled_us(kind: OpKind, target: Target, stream: float) -> float:
     """Return the time of a roll: a kernel for each dimension, which computes every element's place."""
     dims = max(len(kind.signature[0][1]), 1)
     elements = math.prod(_tensors(kind)[0].shape)
-    return dims * max(kind.moved_bytes / stream, elements / (_shares(target).cast * max(target.processors, 1)))
+    return dims * max(kind.moved_bytes / stream, elements / (shares_of(target).cast * max(target.processors, 1)))
 
 
 def _padded_us(kind: OpKind, target: Target, stream: float) -> float:
@@ -574,7 +451,7 @@ def _padded_us(kind: OpKind, target: Target, stream: float) -> float:
     if operator_name(kind) == "constant_pad_nd" and max(wider, default=0) <= 0:
         return max(kind.moved_bytes / stream, _loosely_us(kind, target, stream) if any(wider) else 0.0)
     zeros = max(kind.moved_bytes - given.size_bytes, 0)
-    singly = math.prod(given.shape) / (_shares(target).single * max(target.processors, 1))
+    singly = math.prod(given.shape) / (shares_of(target).single * max(target.processors, 1))
     return zeros / stream + max(2 * given.size_bytes / stream, singly if any(wider) else 0.0)
 
 
@@ -598,16 +475,16 @@ _OWN: dict[str, _Own] = {
 }
 
 
-def _tensors(kind: OpKind) -> list[_Tensor]:
+def _tensors(kind: OpKind) -> list[DescribedTensor]:
     """List the tensors among the positional arguments, and in lists among them."""
     found = [item for a in kind.signature[0] for item in (a if isinstance(a, list) else [a])]
-    return [_Tensor.of(a) for a in found if isinstance(a, dict) and "tensor" in a]
+    return [DescribedTensor.of(a) for a in found if isinstance(a, dict) and "tensor" in a]
 
 
 def _launches_of_many(kind: OpKind) -> int:
     """Count the kernels that an operator on lists is cut into (ATen/native/cuda/MultiTensorApply.cuh)."""
     lists = [a for a in kind.signature[0] if isinstance(a, list) and a and isinstance(a[0], dict)]
-    sizes = [math.prod(_Tensor.of(a).shape) for a in lists[0]] if lists else []
+    sizes = [math.prod(DescribedTensor.of(a).shape) for a in lists[0]] if lists else []
     chunks = sum(-(-size // _CHUNK) for size in sizes)
     return max(-(-chunks // _BLOCKS), -(-len(sizes) // _LISTED[min(len(lists), 4)])) if sizes else 0
 
@@ -619,19 +496,13 @@ def _normalised_rows(kind: OpKind) -> int:
 
 def _copied_first_us(kind: OpKind, target: Target) -> float:
     """Return the time of the copies that a norm makes of images whose rows are scattered."""
-    rate = _shares(target).scattered * max(target.processors, 1)
-    return sum(math.prod(t.shape) / rate for t in _tensors(kind) if rate and _is_scattered(t))
-
-
-def _is_scattered(tensor: _Tensor) -> bool:
-    """Return whether neighbouring elements are apart in memory."""
-    steps = [step for step, size in zip(tensor.stride, tensor.shape, strict=True) if size > 1]
-    return bool(steps) and steps[-1] > 1
+    rate = shares_of(target).scattered * max(target.processors, 1)
+    return sum(math.prod(t.shape) / rate for t in _tensors(kind) if rate and t.is_scattered)
 
 
 def _loosely_us(kind: OpKind, target: Target, stream: float) -> float:
     """Return the time of a pointwise kernel that loads numbers one by one; 0 for any other. (Rule 6)"""
-    shares, joins = _shares(target), operator_name(kind) == "cat"
+    shares, joins = shares_of(target), operator_name(kind) == "cat"
     tensors = [t for t in _tensors(kind) if math.prod(t.shape) > 1 and t.dtype not in _INTEGERS]
     numbers = [t for t in tensors if t.dtype != "bool"]
     if not numbers or (shares.loose == 1.0 and all(t.item_bytes > 2 for t in numbers)):
@@ -640,31 +511,33 @@ def _loosely_us(kind: OpKind, target: Target, stream: float) -> float:
     if not arranges and (joins or _loads_together(kind, target, tensors, numbers)):
         return 0.0
     rate = shares.cast if joins or len({t.dtype for t in numbers}) > 1 else shares.single
-    if arranges and any(map(_is_scattered, tensors)):
+    if arranges and any(tensor.is_scattered for tensor in tensors):
         rate = shares.scattered
     elements = sum(math.prod(t.shape) for t in tensors) if joins else _broadcast(tensors)
     return max(kind.moved_bytes / (stream * shares.loose), elements / (rate * max(target.processors, 1)))
 
 
-def _arranges(kind: OpKind, tensors: list[_Tensor]) -> bool:
+def _arranges(kind: OpKind, tensors: list[DescribedTensor]) -> bool:
     """Return whether a copy has another order in memory than its argument."""
     name = operator_name(kind)
     if name == "cat":
-        return any(_is_scattered(tensor) or not tensor.is_dense for tensor in tensors)
+        return any(tensor.is_scattered or not tensor.is_dense for tensor in tensors)
     return (name == "clone" and _permutes(kind)) or (name == "copy_" and len({t.layout for t in tensors}) > 1)
 
 
-def _loads_together(kind: OpKind, target: Target, tensors: list[_Tensor], numbers: list[_Tensor]) -> bool:
+def _loads_together(
+    kind: OpKind, target: Target, tensors: list[DescribedTensor], numbers: list[DescribedTensor]
+) -> bool:
     """Return whether several numbers are loaded at once: all tensors have one layout and one type."""
     first, cast = numbers[0], kind.name == "aten._to_copy.default"
-    if cast and (first.item_bytes == 2 or _is_before(target, (2, 8))):
+    if cast and (first.item_bytes == 2 or is_before(target, (2, 8))):
         return False
     alike = all(tensor.layout == first.layout for tensor in tensors) and first.is_dense
     masked = len(numbers) < len(tensors) and operator_name(kind) not in _MASKED
     return alike and not masked and len({tensor.dtype for tensor in numbers}) == 1
 
 
-def _broadcast(tensors: list[_Tensor]) -> int:
+def _broadcast(tensors: list[DescribedTensor]) -> int:
     """Return the number of elements of a pointwise kernel's result."""
     shapes = [tensor.shape[::-1] for tensor in tensors]
     return math.prod(max(sizes) for sizes in itertools.zip_longest(*shapes, fillvalue=1))
@@ -673,7 +546,4 @@ def _broadcast(tensors: list[_Tensor]) -> int:
 def _permutes(kind: OpKind) -> bool:
     """Return whether the first argument's order in memory differs from the order of its dimensions."""
     first = next(iter(_tensors(kind)), None)
-    if first is None:
-        return False
-    steps = [step for step, size in zip(first.stride, first.shape, strict=True) if size > 1]
-    return steps != sorted(steps, reverse=True)
+    return first is not None and first.is_permuted

@@ -28,7 +28,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from remat.costing.reductions import Reduction
-from remat.evaluation.argument_copies import ITEM_BYTES, Described, adds_up, argument, copies_of
+from remat.evaluation.argument_copies import adds_up, copies_of
+from remat.evaluation.described_tensor import ITEM_BYTES, DescribedTensor, argument
 from remat.evaluation.graph import LIBRARY_WORKSPACES, Graph, OpKind
 from remat.evaluation.libraries import threads_that_multiply
 from remat.units import MIB
@@ -174,18 +175,18 @@ def convolution_backward(kind: OpKind, target: Target) -> int:
     return _padded(gradient) + _padded(given) + partial
 
 
-def _has_channels_last(given: Described, weight: Described) -> bool:
+def _has_channels_last(given: DescribedTensor, weight: DescribedTensor) -> bool:
     """Return whether PyTorch gives all tensors of a convolution a channels-last layout before cuDNN sees them."""
     return len(given.shape) == 4 and any(each.is_channels_last and not each.is_contiguous for each in (given, weight))
 
 
-def _padded(tensor: Described) -> int:
+def _padded(tensor: DescribedTensor) -> int:
     """Return the bytes of a tensor with its channels padded to eight."""
     return tensor.size_bytes // tensor.shape[1] * _up(tensor.shape[1], 8)
 
 
-def _is_product(kind: OpKind, given: Described, weight: Described, at: int) -> bool:
-    """Return whether a convolution is a product of planes aligned to 16 bytes; its stride is argument `at`."""
+def _is_product(kind: OpKind, given: DescribedTensor, weight: DescribedTensor, at: int) -> bool:
+    """Return whether a convolution of single pixels is a product without a copy: its planes are aligned rows."""
     stride, padding = kind.signature[0][at : at + 2]
     planes, taps = math.prod(given.shape[2:]), math.prod(weight.shape[2:])
     return taps == 1 and set(stride) == {1} and not any(padding) and planes * given.item_bytes % 16 == 0

@@ -7,62 +7,10 @@ them. Read in the sources of torch 2.11 to 2.15 that each function names, and he
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from remat.evaluation.described_tensor import DescribedTensor, argument
 from remat.evaluation.graph import OpKind
-
-ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclasses.dataclass(frozen=True)
-class Described:
-    """A tensor as an operator's signature describes it."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: str
-
-    @property
-    def item_bytes(self) -> int:
-        return ITEM_BYTES.get(self.dtype, 1)
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def size_bytes(self) -> int:
-        return self.numel * self.item_bytes
-
-    @property
-    def is_contiguous(self) -> bool:
-        return self._has_strides_of(range(len(self.shape)))
-
-    @property
-    def is_channels_last(self) -> bool:
-        return self._has_strides_of((0, *range(2, len(self.shape)), 1))
-
-    @property
-    def is_by_token(self) -> bool:
-        """Whether (batch, heads, length, size) is laid out as a contiguous (batch, length, heads, size)."""
-        return self._has_strides_of((0, 2, 1, 3))
-
-    def _has_strides_of(self, order: Sequence[int]) -> bool:
-        """Return whether memory has the dimensions in this order, without gaps; those of size 1 may be anywhere."""
-        step = 1
-        for dim in reversed(order):
-            if self.shape[dim] != 1 and self.stride[dim] != step:
-                return False
-            step *= self.shape[dim]
-        return True
-
-
-def argument(kind: OpKind, position: int) -> Described:
-    """Return the tensor argument of an operator at a position."""
-    shape, stride, dtype = kind.signature[0][position]["tensor"]
-    return Described(tuple(shape), tuple(stride), dtype)
 
 
 def copies_of(kind: OpKind) -> tuple[int, ...]:
@@ -71,7 +19,7 @@ def copies_of(kind: OpKind) -> tuple[int, ...]:
     return () if copied is None else tuple(copied(kind))
 
 
-def _unless(fits: Callable[[Described], bool], *positions: int) -> Callable[[OpKind], list[int]]:
+def _unless(fits: Callable[[DescribedTensor], bool], *positions: int) -> Callable[[OpKind], list[int]]:
     """Return a function that lists the bytes of the arguments at these positions that do not fit."""
 
     def copied(kind: OpKind) -> list[int]:
@@ -135,7 +83,7 @@ def _matrices(*positions: int) -> Callable[[OpKind], list[int]]:
     return _unless(_is_for_cublas, *positions)
 
 
-def _is_for_cublas(given: Described) -> bool:
+def _is_for_cublas(given: DescribedTensor) -> bool:
     (rows, columns), (down, along) = given.shape[-2:], given.stride[-2:]
     return (along == 1 and down >= max(columns, 1)) or (down == 1 and along >= max(rows, 1))
 

@@ -163,28 +163,12 @@ def _refuse(trainer: Any) -> None:
             "this Trainer shards its states (DeepSpeed or FSDP), and a plan from the Trainer itself does not: plan "
             "with a Workload and `loop=TrainingLoop(ranks=..., shard=...)`."
         )
-    if not trl_head.is_known() and trainer.args.device.type == "cuda" and has_fused_head(trainer.model):
+    if not trl_head.is_known() and trainer.args.device.type == "cuda" and trl_head.is_on(trainer.model):
         raise UsageError(
             "on CUDA the head that this version of TRL puts on this model selects tokens by their labels: a shape that "
             "depends on data, which no plan can be made for. Use TRL 1.16, or train with transformers' own Trainer: "
             "its loss may run in chunks."
         )
-
-
-def has_fused_head(model: nn.Module) -> bool:
-    """Return whether TRL has put its head on `model`, or on a module of it."""
-    return any(map(_has_fused_head, model.modules()))
-
-
-def _has_fused_head(module: nn.Module) -> bool:
-    forward = getattr(module.__dict__.get("forward"), "__func__", None)
-    while forward is not None and not getattr(forward, "__code__", _NO_CODE).co_qualname.startswith(FUSED_HEAD):
-        forward = getattr(forward, "__wrapped__", None)
-    return forward is not None
-
-
-FUSED_HEAD = "add_fused_lm_head."
-_NO_CODE = (lambda: None).__code__
 
 
 # The model (Rule 1)

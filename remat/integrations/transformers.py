@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from remat.capture.trl_head import selects_rows
+from remat.capture import trl_head
 from remat.errors import UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, has_plan
@@ -42,7 +42,6 @@ from remat.integrations.settings import (
     weights_as_planned,
 )
 from remat.integrations.trainer_workload import (
-    has_fused_head,
     is_trainer,
     loop_of,
     own_checkpointing,
@@ -131,7 +130,7 @@ class RematCallback(TrainerCallback):
             plan = plan_of(trainer, self._budget, self._cache, **self._options)
         if gives_way:
             tell(trainer, "the plan decides what is recomputed: the Trainer's own gradient_checkpointing is off")
-        if has_fused_head(model) and selects_rows(trainer.args.device):
+        if trl_head.is_on(model) and trl_head.selects_rows(trainer.args.device):
             tell(trainer, SCORES_ALL)
         weights_as_planned(plan, model)
         with beneath_autocast(model, trainer.accelerator):

@@ -28,6 +28,7 @@ from remat.capture.elsewhere import Elsewhere
 from remat.capture.grouped_products import grouped_products
 from remat.capture.kernels_on_fakes import kernels_on_fakes
 from remat.capture.model_state import GROWN, Appended, ModelState, Numbers
+from remat.capture.opaque_functions import known_functions
 from remat.capture.settling import Early, settle
 from remat.chunking.chunk import CHUNKED, HEAD
 from remat.chunking.chunked_loss import ChunkedLoss
@@ -190,6 +191,7 @@ class FakeStep:
         self.deferred: Deferred | None = None
         self.trails: list[Trail] = []
         self.evaluates = False
+        self.known_functions = known_functions(self.model)
         self.capture_anew(None if compiled else Answers())
         self._kernels_of = (device if elsewhere is None else elsewhere.device).type
         self._repeated = RepeatedStep(trainable(self.model), device)

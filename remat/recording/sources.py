@@ -223,10 +223,12 @@ def watched(sources: Sources, within: Callable[[], bool] = lambda: True) -> Iter
 
     @untraced
     def entered(frame: Any, event: str, argument: Any) -> Any:
+        if (is_passing := _home(frame) in _NOBODY) and frame.f_back and _home(frame.f_back) in _NOBODY:
+            return None  # what is drawn from here on is seen when the line that went into libraries has been run
         caller = _outside_of(frame.f_back, _NOBODY)
         if caller is not None:
             compare(caller, caller.f_lineno)
-        if _home(frame) in _NOBODY:
+        if is_passing:
             return None
         last = frame.f_lineno
 

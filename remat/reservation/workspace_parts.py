@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from remat.evaluation.argument_copies import argument
+from remat.evaluation.described_tensor import argument
 from remat.evaluation.graph import OpKind
 
 _ROWS = 128  # to a multiple of which flash attention rounds the length
