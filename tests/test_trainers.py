@@ -603,6 +603,31 @@ def test_planning_draws_no_random_number_of_the_trainers(tmp_path: Path, monkeyp
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.exhaustive
+def test_a_trainer_trains_compiled_within_a_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = trainer(tmp_path, RematCallback(budget="1.3MiB", compile=True), gradient_checkpointing=True)
+    assert losses_of(made) == pytest.approx(losses_of(trainer(tmp_path)), rel=1e-4)
+    assert "gradient_checkpointing is off" in capsys.readouterr().err
+    assert made.model._compiled_call_impl is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "arguments", "message"),
+    [
+        pytest.param({"compile": True}, {}, "exactly one of the two", id="no-budget"),
+        pytest.param({"plan": "x.json", "compile": True}, {}, "compile=True goes with budget=", id="a-plan"),
+        pytest.param({"budget": "1GiB", "compile": True, "exact": True}, {}, "does not take these", id="no-option"),
+        pytest.param({"budget": "1GiB", "compile": True, "holds": "all"}, {}, "`holds=` is", id="no-value"),
+        pytest.param({"budget": "1GiB"}, {"torch_compile": True}, "compile=True", id="compiled-by-the-trainer"),
+    ],
+)
+def test_compiling_that_cannot_be_meant_is_refused(
+    tmp_path: Path, asked: dict[str, Any], arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        trainer(tmp_path, RematCallback(**asked), **arguments)
+
+
 def test_a_callback_takes_a_plan_or_a_budget(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="exactly one of the two"):
         RematCallback()

@@ -279,6 +279,8 @@ class Search:
         for _ in range(ROUNDS):
             answers = [solve(self.joint, self.most_bytes, more, start=last.saved)]
             if answers[0].saved is None:
+                if self._cheapest() is not None:
+                    break
                 answers.append(solve(self.joint, NO_LIMIT, more, start=last.saved, least=True))
             made = [judged(self.joint, answer.saved) for answer in answers if answer.saved is not None]
             if (found := self._next([*made, *self.portfolio], more)) is None:

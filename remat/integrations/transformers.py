@@ -2,6 +2,7 @@
 
     Trainer(model, arguments, callbacks=[RematCallback(budget="20GiB")], ...)    # plans when training begins
     Trainer(model, arguments, callbacks=[RematCallback("gpt2.plan.json")], ...)  # applies a plan made before
+    Trainer(model, arguments, callbacks=[RematCallback(budget="20GiB", compile=True)], ...)  # compiled, in its budget
 
 A plan goes around the forward that a Trainer has made of the model's (TRL's has a head of its own), and inside what
 accelerate puts around that (autocast). Trainers of TRL change the forward after the last callback of their
@@ -69,7 +70,9 @@ class RematCallback(TrainerCallback):
     budget     as for `remat.plan`; the step is that of `workload_of(trainer)`, the loop that of `loop_of(trainer)`
     cache      folder of plans made for `budget`; by default `plans` in remat's cache folder (`planned_trainer.py`)
     on_larger, verify_first_step  see `remat.apply`
-    options    more arguments of `remat.plan`, with `budget`: `exact=True`, `limits=`, ...
+    compile    train compiled by `torch.compile`, planned in its first step as by `remat.compile`
+    options    more arguments of `remat.plan`, with `budget`: `exact=True`, `limits=`, ...; with `compile` those of
+               `remat.compile`: `numerics=`, `outside=`, `options=` of Inductor
 
     The plan decides what is recomputed: the model's own checkpointing is turned off, whatever turned it on (TRL's
     arguments do, and LLaMA-Factory's loader), unless the plan was made for a model with it.
@@ -85,13 +88,19 @@ class RematCallback(TrainerCallback):
         cache: str | os.PathLike[str] | None = None,
         on_larger: OnLarger = "warn",
         verify_first_step: bool = True,
+        compile: bool = False,
         **options: Any,
     ):
         if (plan is None) == (budget is None):
             raise UsageError("RematCallback takes a plan, or a budget to make one for: exactly one of the two.")
         if plan is not None and (options or cache is not None):
             raise UsageError(f"{', '.join([*options, 'cache'])} go with budget=, and not with a plan that was made.")
+        if compile and (budget is None or cache is not None):
+            raise UsageError("compile=True goes with budget=, and without cache=: the first step plans.")
+        if compile:
+            options = compiled_options(budget, on_larger, options)
         self.plan = None if plan is None else plan_from(plan)
+        self._compiles = compile
         self.on_larger, self.verify_first_step = on_larger, verify_first_step
         self._budget, self._options = budget, options
         self._cache = None if cache is None else Path(cache)
@@ -101,6 +110,11 @@ class RematCallback(TrainerCallback):
             raise UsageError(
                 f"the Trainer would spread each batch over {args.n_gpu} GPUs with nn.DataParallel, which copies models "
                 "without their plans; start one process per GPU with torchrun."
+            )
+        if args.torch_compile and self._budget is not None:
+            raise UsageError(
+                "TrainingArguments(torch_compile=True) compiles without a budget. Leave it out, and train compiled "
+                'within one by RematCallback(budget="20GiB", compile=True).'
             )
         if self.plan is None:
             return
@@ -124,12 +138,17 @@ class RematCallback(TrainerCallback):
         from remat.integrations.planned_trainer import plan_of, tell
 
         trainer = self._trainer()
+        if self._compiles:
+            if gives_way:
+                tell(trainer, GIVES_WAY)
+            compile_in_place(model, args, kwargs.get("optimizer"), self._options)
+            return
         plan = self.plan
         if plan is None:
             assert self._budget is not None
             plan = plan_of(trainer, self._budget, self._cache, **self._options)
         if gives_way:
-            tell(trainer, "the plan decides what is recomputed: the Trainer's own gradient_checkpointing is off")
+            tell(trainer, GIVES_WAY)
         if trl_head.is_on(model) and trl_head.selects_rows(trainer.args.device):
             tell(trainer, SCORES_ALL)
         weights_as_planned(plan, model)
@@ -137,6 +156,12 @@ class RematCallback(TrainerCallback):
             apply(model, plan, on_larger=self.on_larger, verify_first_step=self.verify_first_step)
         self.plan = plan
         optimizer_as_planned(plan, kwargs.get("optimizer"))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._compiles:
+            kwargs["model"]._compiled_call_impl = None  # saved, evaluated and generated from as it was before
 
     def _trainer(self) -> Any:
         """Return the Trainer that calls: callbacks are given its parts, never itself."""
@@ -149,6 +174,29 @@ class RematCallback(TrainerCallback):
         raise UsageError("RematCallback was called by no Trainer of transformers; give it to one as a callback.")
 
 
+def compiled_options(budget: Any, on_larger: OnLarger, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of the compiler's backend. Raises UsageError for one that cannot be meant."""
+    from remat.compiled.asked import Asked  # nothing of compilers is loaded for plans of eager steps
+
+    of_inductor = options.pop("options", {})
+    given = {"budget": budget, "on_larger": on_larger, "holds": "loss", **options}
+    try:
+        Asked(**given)
+    except TypeError as error:
+        raise UsageError(f"RematCallback(compile=True) does not take these options: {error}") from error
+    return {**of_inductor, **given}
+
+
+def compile_in_place(model: nn.Module, args: TrainingArguments, optimizer: Any, options: dict[str, Any]) -> None:
+    """Let the Trainer's steps of `model` be compiled, and planned as they first are."""
+    of_loop = {
+        "optimizer": getattr(optimizer, "optimizer", optimizer),
+        "accumulation": args.gradient_accumulation_steps,
+    }
+    model.compile(backend="remat", options={"model": model, **of_loop, **options})
+
+
+GIVES_WAY = "the plan decides what is recomputed: the Trainer's own gradient_checkpointing is off"
 SCORES_ALL = (
     "under the plan TRL's head scores every position, not those alone whose labels count: losses may differ in their "
     "last bits from those without a plan"
