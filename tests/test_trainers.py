@@ -758,7 +758,10 @@ def test_on_cuda_trls_packed_rows_with_lora_train_alike_within_the_budget(
     """Its head launches its kernels in Triton; bitsandbytes' own compute nothing on the card, the same for both."""
     data = [{"input_ids": row["input_ids"][: LENGTH // 2]} for row in rows()]
     options = {"bf16": True, "packing": True, "peft_config": lora("CAUSAL_LM"), "optim": optimizer}
-    make = functools.partial(trl, "SFT", data=data, **options)
+
+    def make(*callbacks: Any) -> Any:
+        return trl("SFT", *callbacks, data=data, model=llama(3), **options)
+
     expected = losses_of(make())
     losses_of(make(first := RematCallback(budget="64.6MiB", cache=tmp_path)))
     assert first.plan is not None and first.plan.regions
