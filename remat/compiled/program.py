@@ -164,14 +164,17 @@ def solve(
     start: Collection[str] = (),
     least: bool = False,
     gap: float = 0.005,
-    time_s: float = 20.0,
+    effort: float = 10.0,
+    time_s: float = 120.0,
 ) -> Solved:
     """Find the cheapest choice whose forward and backward need at most `most_bytes`. Needs OR-tools.
 
     more         what compiled code needs beside what the program counts
     start        a choice to begin with
     least        find the choice that needs least instead, whatever it costs
-    gap, time_s  when to stop
+    gap          when to stop
+    effort       when to stop, in the solver's own units, about two seconds of a CPU each: the same choice on a busy machine
+    time_s       when to stop whatever was done
     """
     program = _Program(joint)
     program.limit_memory(most_bytes, more or More(0, (0,) * len(joint.own_bytes)))
@@ -181,6 +184,7 @@ def solve(
     solver = cp_model.CpSolver()
     solver.parameters.num_workers, solver.parameters.linearization_level = 1, 2  # the bound is the relaxation's
     solver.parameters.relative_gap_limit, solver.parameters.max_time_in_seconds = gap, time_s
+    solver.parameters.max_deterministic_time = effort
     status = solver.solve(program.model)
     if status == cp_model.INFEASIBLE:
         return Solved(None, math.inf)
