@@ -173,7 +173,7 @@ def solve(
     start        a choice to begin with
     least        find the choice that needs least instead, whatever it costs
     gap          when to stop
-    effort       when to stop, in the solver's own units, about two seconds of a CPU each: the same choice on a busy machine
+    effort       when to stop, in the solver's own units of work, about two seconds of a CPU each
     time_s       when to stop whatever was done
     """
     program = _Program(joint)
