@@ -251,6 +251,34 @@ def test_a_loss_runs_in_chunks_only_where_other_gradients_stay_what_they_are(
     assert found == [are_chunked]
 
 
+class Observing(nn.Module):
+    """A head whose rows are averaged in a buffer, and whose loss is a sum divided by a number of the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 512)
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, Any]:
+        self.mean.mul_(0.5).add_(x.mean(0))
+        logits = self.head(x)
+        return nn.functional.cross_entropy(logits, torch.arange(len(x)) % 512, reduction="sum") / count, logits
+
+
+def test_beside_a_loss_in_chunks_buffers_are_written_and_numbers_may_change() -> None:
+    def in_chunks_only(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        chunked = in_chunks(graph_module, 1 << 20)
+        assert chunked is not None
+        return chunked.completing(chunked.module.forward)
+
+    whole, x = built(Observing), batch(1024)
+    model = built(Observing)
+    planned = torch.compile(model, backend=in_chunks_only)
+    for count in (1000, 999, 998):
+        assert torch.equal(planned(x, count)[0], whole(x, count)[0])
+    assert torch.equal(model.mean, whole.mean)
+
+
 class Counting(nn.Module):
     """An operator of somebody else's that writes to its argument."""
 

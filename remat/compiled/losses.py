@@ -64,9 +64,11 @@ def in_chunks(graph_module: fx.GraphModule, room_bytes: int) -> Chunked | None:
     results = list(output.args[0])
     positions = [i for i, each in enumerate(results) if isinstance(each, fx.Node) and each.target == WITHHELD]
     output.args = (tuple(each for i, each in enumerate(results) if i not in positions),)
-    module.graph.eliminate_dead_code()
+    for node in module.graph.find_nodes(op="get_attr", target=WITHHELD):
+        module.graph.erase_node(node)
     module.recompile()
-    return Chunked(module, [(i, WithheldLogits(max(counts.values()))) for i in positions])
+    stand_in = WithheldLogits(max(counts.values()), 'compile with numerics="bitwise", which keeps the loss whole')
+    return Chunked(module, [(i, stand_in) for i in positions])
 
 
 def _may_be_chunked(head: Head) -> bool:
