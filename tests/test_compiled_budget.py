@@ -225,6 +225,19 @@ def test_a_loss_stays_whole_where_numbers_must_not_change() -> None:
         planned(batch(1024))
 
 
+def test_a_loss_that_stays_whole_for_open_sizes_is_named_where_no_plan_was_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def find_nothing(*_: Any, **__: Any) -> Any:
+        raise NoPlanInTime("no plan was found", 1)
+
+    monkeypatch.setattr(BudgetPartitioner, "__call__", find_nothing)
+    planned = remat.compile(built(Classifier), "1GiB", dynamic=True)
+    with pytest.raises(NoPlanInTime, match="dynamic=False") as told:
+        planned(batch(1024))
+    assert told.value.least_peak_bytes == 1
+
+
 @pytest.mark.parametrize(
     ("asked", "dynamic", "are_chunked"),
     [

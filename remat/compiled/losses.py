@@ -71,10 +71,18 @@ def in_chunks(graph_module: fx.GraphModule, room_bytes: int) -> Chunked | None:
     return Chunked(module, [(i, stand_in) for i in positions])
 
 
+def has_open_losses(graph_module: fx.GraphModule) -> bool:
+    """Return whether losses of a captured graph stay whole because their sizes are open."""
+    return any(map(_is_open, find_heads(graph_module)))
+
+
 def _may_be_chunked(head: Head) -> bool:
     """Return whether sizes are known, and the dtype holds gradients of a loss that is not scaled yet."""
-    logits: Tensor = head.linear.meta["example_value"]
-    return logits.dtype != torch.float16 and all(isinstance(size, int) for size in logits.shape)
+    return head.linear.meta["example_value"].dtype != torch.float16 and not _is_open(head)
+
+
+def _is_open(head: Head) -> bool:
+    return not all(isinstance(size, int) for size in head.linear.meta["example_value"].shape)
 
 
 @torch.library.custom_op("remat::add_to", mutates_args=("total",))
