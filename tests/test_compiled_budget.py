@@ -225,6 +225,19 @@ def test_a_loss_stays_whole_where_numbers_must_not_change() -> None:
         planned(batch(1024))
 
 
+def test_a_loss_that_stays_whole_for_open_sizes_is_named_where_no_plan_was_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def find_nothing(*_: Any, **__: Any) -> Any:
+        raise NoPlanInTime("no plan was found", 1)
+
+    monkeypatch.setattr(BudgetPartitioner, "__call__", find_nothing)
+    planned = remat.compile(built(Classifier), "1GiB", dynamic=True)
+    with pytest.raises(NoPlanInTime, match="dynamic=False") as told:
+        planned(batch(1024))
+    assert told.value.least_peak_bytes == 1
+
+
 @pytest.mark.parametrize(
     ("asked", "dynamic", "are_chunked"),
     [
@@ -249,6 +262,36 @@ def test_a_loss_runs_in_chunks_only_where_other_gradients_stay_what_they_are(
 
     torch.compile(built(Classifier).to(dtype), backend=look, dynamic=dynamic)(batch(1024).to(dtype))
     assert found == [are_chunked]
+
+
+class Observing(nn.Module):
+    """A head whose rows are averaged in a buffer, and whose loss is a sum divided by a number of the caller's."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 512)
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, Any]:
+        self.mean.mul_(0.5).add_(x.mean(0))
+        logits = self.head(x)
+        return nn.functional.cross_entropy(logits, torch.arange(len(x)) % 512, reduction="sum") / count, logits
+
+
+def test_beside_a_loss_in_chunks_buffers_are_written_and_numbers_may_change() -> None:
+    def in_chunks_only(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        chunked = in_chunks(graph_module, 1 << 20)
+        assert chunked is not None
+        return chunked.completing(chunked.module.forward)
+
+    whole, x = built(Observing), batch(1024)
+    model = built(Observing)
+    planned = torch.compile(model, backend=in_chunks_only)
+    for count in (1000, 999, 998):
+        assert torch.equal(planned(x, count)[0], whole(x, count)[0])
+    assert torch.equal(model.get_buffer("mean"), whole.get_buffer("mean"))
 
 
 class Counting(nn.Module):

@@ -350,7 +350,8 @@ def _is_scaling_of(node: fx.Node, loss: fx.Node) -> bool:
 
 def _is_number(argument: Any, dims: int) -> bool:
     """Return whether `argument` needs no gradient, and has at most `dims` dimensions."""
-    if isinstance(argument, (int, float)):
+    value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
+    if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         return True
     found = _tensor(argument)
     return found is not None and found.dim() <= dims and not found.requires_grad

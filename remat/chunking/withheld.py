@@ -17,15 +17,18 @@ class LogitsWithheld(RematError, AttributeError):
 
 
 class WithheldLogits:
-    """Stands in for the logits of a chunked head. Reading it raises `LogitsWithheld`."""
+    """Stands in for the logits of a chunked head. Reading it raises `LogitsWithheld`.
 
-    def __init__(self, slices: int):
-        self.slices = slices
+    remedy  names what leaves them whole
+    """
+
+    def __init__(self, slices: int, remedy: str = "make a plan that does not chunk the loss (exact=True, --exact)"):
+        self.slices, self.remedy = slices, remedy
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise LogitsWithheld(
             f"the logits do not exist in training: the plan computes the loss in {self.slices} chunks. Do not read "
-            "them, or make a plan that does not chunk the loss (exact=True, --exact). They exist in evaluation."
+            f"them, or {self.remedy}. They exist in evaluation."
         )
 
     @classmethod

@@ -64,15 +64,25 @@ def in_chunks(graph_module: fx.GraphModule, room_bytes: int) -> Chunked | None:
     results = list(output.args[0])
     positions = [i for i, each in enumerate(results) if isinstance(each, fx.Node) and each.target == WITHHELD]
     output.args = (tuple(each for i, each in enumerate(results) if i not in positions),)
-    module.graph.eliminate_dead_code()
+    for node in module.graph.find_nodes(op="get_attr", target=WITHHELD):
+        module.graph.erase_node(node)
     module.recompile()
-    return Chunked(module, [(i, WithheldLogits(max(counts.values()))) for i in positions])
+    stand_in = WithheldLogits(max(counts.values()), 'compile with numerics="bitwise", which keeps the loss whole')
+    return Chunked(module, [(i, stand_in) for i in positions])
+
+
+def has_open_losses(graph_module: fx.GraphModule) -> bool:
+    """Return whether losses of a captured graph stay whole because their sizes are open."""
+    return any(map(_is_open, find_heads(graph_module)))
 
 
 def _may_be_chunked(head: Head) -> bool:
     """Return whether sizes are known, and the dtype holds gradients of a loss that is not scaled yet."""
-    logits: Tensor = head.linear.meta["example_value"]
-    return logits.dtype != torch.float16 and all(isinstance(size, int) for size in logits.shape)
+    return head.linear.meta["example_value"].dtype != torch.float16 and not _is_open(head)
+
+
+def _is_open(head: Head) -> bool:
+    return not all(isinstance(size, int) for size in head.linear.meta["example_value"].shape)
 
 
 @torch.library.custom_op("remat::add_to", mutates_args=("total",))

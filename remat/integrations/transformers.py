@@ -72,7 +72,7 @@ class RematCallback(TrainerCallback):
     on_larger, verify_first_step  see `remat.apply`
     compile    train compiled by `torch.compile`, planned in its first step as by `remat.compile`
     options    more arguments of `remat.plan`, with `budget`: `exact=True`, `limits=`, ...; with `compile` those of
-               `remat.compile`: `numerics=`, `outside=`, `options=` of Inductor
+               `remat.compile`: `numerics=`, `outside=`, `dynamic=`, `options=` of Inductor
 
     The plan decides what is recomputed: the model's own checkpointing is turned off, whatever turned it on (TRL's
     arguments do, and LLaMA-Factory's loader), unless the plan was made for a model with it.
@@ -97,6 +97,7 @@ class RematCallback(TrainerCallback):
             raise UsageError(f"{', '.join([*options, 'cache'])} go with budget=, and not with a plan that was made.")
         if compile and (budget is None or cache is not None):
             raise UsageError("compile=True goes with budget=, and without cache=: the first step plans.")
+        self._dynamic = options.pop("dynamic", None) if compile else None
         if compile:
             options = compiled_options(budget, on_larger, options)
         self.plan = None if plan is None else plan_from(plan)
@@ -141,7 +142,7 @@ class RematCallback(TrainerCallback):
         if self._compiles:
             if gives_way:
                 tell(trainer, GIVES_WAY)
-            compile_in_place(model, args, kwargs.get("optimizer"), self._options)
+            compile_in_place(model, args, kwargs.get("optimizer"), self._options, self._dynamic)
             return
         plan = self.plan
         if plan is None:
@@ -187,13 +188,15 @@ def compiled_options(budget: Any, on_larger: OnLarger, options: dict[str, Any]) 
     return {**of_inductor, **given}
 
 
-def compile_in_place(model: nn.Module, args: TrainingArguments, optimizer: Any, options: dict[str, Any]) -> None:
+def compile_in_place(
+    model: nn.Module, args: TrainingArguments, optimizer: Any, options: dict[str, Any], dynamic: bool | None
+) -> None:
     """Let the Trainer's steps of `model` be compiled, and planned as they first are."""
     of_loop = {
         "optimizer": getattr(optimizer, "optimizer", optimizer),
         "accumulation": args.gradient_accumulation_steps,
     }
-    model.compile(backend="remat", options={"model": model, **of_loop, **options})
+    model.compile(backend="remat", dynamic=dynamic, options={"model": model, **of_loop, **options})
 
 
 GIVES_WAY = "the plan decides what is recomputed: the Trainer's own gradient_checkpointing is off"
