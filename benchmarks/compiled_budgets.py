@@ -15,6 +15,7 @@ On CUDA a family has its usual width and four layers, on the CPU two narrow ones
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -37,6 +38,8 @@ from remat.workload.workload import Workload
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IS_LARGE = HERE.type == "cuda"
+ON_CARD = "CARD_HOME" in os.environ
+NAME = "compiled_budgets_without_a_gpu" if ON_CARD else "compiled_budgets"
 _LAYERS = 4 if IS_LARGE else 2
 _TEXT: dict[str, Any] = {"layers": _LAYERS}
 _TEXT |= {"width": 768, "heads": 12, "batch_size": 8} if IS_LARGE else {"width": 128, "heads": 4, "batch_size": 8}
@@ -145,11 +148,14 @@ def main(*arguments: str) -> None:
         0.3,
     ]
     rows: list[dict[str, Any]] = []
+    about = report.provenance(HERE)
+    if ON_CARD:
+        about["device"] = "PyTorch's CUDA build, without a GPU"
     for name in [given for given in arguments if not given.startswith("share=")] or list(FAMILIES):
         for row in _rows(FAMILIES[name](), shares):
             rows.append(row)
             print({key: row[key] for key in COLUMNS if key in row}, flush=True)
-            report.write(report.stem("compiled_budgets", HERE), report.provenance(HERE), rows, COLUMNS)  # so far
+            report.write(report.stem(NAME, HERE), about, rows, COLUMNS)  # so far
 
 
 def _rows(workload: Workload, shares: Sequence[float]) -> Iterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ from torch._inductor.compile_fx import compile_fx
 import remat
 from remat._torch.inductor import chosen_decompositions, compiling_with
 from remat._torch.training import clear_cublas_workspaces
+from remat.chunking.heads import find_heads
 from remat.chunking.withheld import LogitsWithheld
 from remat.compiled.asked import Asked
 from remat.compiled.joint import Joint, Value
@@ -292,6 +293,34 @@ def test_beside_a_loss_in_chunks_buffers_are_written_and_numbers_may_change() ->
     for count in (1000, 999, 998):
         assert torch.equal(planned(x, count)[0], whole(x, count)[0])
     assert torch.equal(model.get_buffer("mean"), whole.get_buffer("mean"))
+
+
+def test_a_loss_stays_whole_where_chunks_would_take_more() -> None:
+    found: list[bool] = []
+
+    def look(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        found.append(in_chunks(graph_module, 1 << 10) is not None)
+        return graph_module.forward
+
+    for rows in (256, 4):  # the weight's gradient is 32 KiB in float32, the logits are 512 KiB, and 8
+        torch._dynamo.reset()
+        torch.compile(built(Classifier), backend=look)(batch(rows))
+    assert found == [True, False]
+
+
+def test_a_model_that_looks_for_its_loss_keeps_one_graph() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1)
+    model, graphs = transformers.GPT2LMHeadModel(config), list[fx.GraphModule]()
+
+    def look(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph_module)
+        return graph_module.forward
+
+    remat.compile(model, "1GiB")
+    ids = torch.arange(32).view(1, 32)
+    torch.compile(model, backend=look)(input_ids=ids, labels=ids)
+    assert len(graphs) == 1 and len(find_heads(graphs[0])) == 1
 
 
 class Counting(nn.Module):

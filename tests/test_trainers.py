@@ -603,6 +603,9 @@ def test_planning_draws_no_random_number_of_the_trainers(tmp_path: Path, monkeyp
     assert torch.equal(torch.get_rng_state(), before)
 
 
+COMPILED: dict[str, Any] = {"budget": "1GiB", "compile": True}
+
+
 @pytest.mark.exhaustive
 def test_a_trainer_trains_compiled_within_a_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = trainer(tmp_path, RematCallback(budget="1.3MiB", compile=True), gradient_checkpointing=True)
@@ -619,6 +622,7 @@ def test_a_trainer_trains_compiled_within_a_budget(tmp_path: Path, capsys: pytes
         pytest.param({"budget": "1GiB", "compile": True, "exact": True}, {}, "does not take these", id="no-option"),
         pytest.param({"budget": "1GiB", "compile": True, "holds": "all"}, {}, "`holds=` is", id="no-value"),
         pytest.param({"budget": "1GiB"}, {"torch_compile": True}, "compile=True", id="compiled-by-the-trainer"),
+        pytest.param(COMPILED, {"label_smoothing_factor": 0.1}, "outside=", id="loss-outside-of-the-model"),
     ],
 )
 def test_compiling_that_cannot_be_meant_is_refused(

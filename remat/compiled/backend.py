@@ -78,7 +78,19 @@ def compile(
     asked = Asked(budget, optimizer, accumulation, outside, uses, holds, numerics, on_larger, model, mode)
     _inductor(mode, of_inductor)
     given = of_inductor | {name: getattr(asked, name) for name in NAMES}
+    name_losses(model)
     return torch.compile(model, backend=remat, options=given, **options)
+
+
+def name_losses(model: nn.Module) -> None:
+    """Tell models of transformers the loss that they compute anyhow.
+
+    A class whose name does not tell (GPT2LMHeadModel) logs as it looks for one, and that breaks its graph in two: no
+    chunk of logits could be beside its loss.
+    """
+    for module in model.modules():
+        if vars(module).get("loss_type", "") is None and not hasattr(module, "_loss_function"):
+            module.loss_type = "ForCausalLM"  # type: ignore[assignment]
 
 
 def remat(

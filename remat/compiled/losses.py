@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from remat.chunking.chunk import WITHHELD, chunk
 from remat.chunking.chunked_loss import ChunkedLoss, Given, RunningSum, Sums, slices_of
-from remat.chunking.heads import Head, find_heads
+from remat.chunking.heads import Head, find_heads, linear_arguments
 from remat.chunking.withheld import WithheldLogits
 
 PARTS = 16  # logits of a chunk take this part of the bytes that a plan has to give away
@@ -77,8 +77,15 @@ def has_open_losses(graph_module: fx.GraphModule) -> bool:
 
 
 def _may_be_chunked(head: Head) -> bool:
-    """Return whether sizes are known, and the dtype holds gradients of a loss that is not scaled yet."""
-    return head.linear.meta["example_value"].dtype != torch.float16 and not _is_open(head)
+    """Return whether sizes are known, the dtype holds unscaled gradients, and chunks take less than the whole.
+
+    A whole loss has logits and their gradient at once. Chunks have the sum of the weight's gradient, which a whole loss
+    comes to only later and in the weight's dtype, and one addend beside it.
+    """
+    if head.linear.meta["example_value"].dtype == torch.float16 or _is_open(head):
+        return False
+    weight: Tensor = linear_arguments(head.linear)[1].meta["example_value"]
+    return not weight.requires_grad or head.logits_bytes > 2 * weight.numel()
 
 
 def _is_open(head: Head) -> bool:

@@ -117,6 +117,12 @@ class RematCallback(TrainerCallback):
                 "TrainingArguments(torch_compile=True) compiles without a budget. Leave it out, and train compiled "
                 'within one by RematCallback(budget="20GiB", compile=True).'
             )
+        if self._compiles and "outside" not in self._options and loss_is_outside(args, self._trainer()):
+            raise UsageError(
+                "this Trainer computes its loss outside of the model (label_smoothing_factor, compute_loss_func), and "
+                "RematCallback(compile=True) counts what the model computes: set the bytes of logits and loss aside "
+                'with outside="2GiB", or leave compile=True out.'
+            )
         if self.plan is None:
             return
         autocast = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
@@ -192,11 +198,19 @@ def compile_in_place(
     model: nn.Module, args: TrainingArguments, optimizer: Any, options: dict[str, Any], dynamic: bool | None
 ) -> None:
     """Let the Trainer's steps of `model` be compiled, and planned as they first are."""
+    from remat.compiled.backend import name_losses
+
+    name_losses(model)
     of_loop = {
         "optimizer": getattr(optimizer, "optimizer", optimizer),
         "accumulation": args.gradient_accumulation_steps,
     }
     model.compile(backend="remat", dynamic=dynamic, options={"model": model, **of_loop, **options})
+
+
+def loss_is_outside(args: TrainingArguments, trainer: Any) -> bool:
+    """Return whether the Trainer computes a loss of the model's logits itself."""
+    return bool(args.label_smoothing_factor) or trainer.compute_loss_func is not None
 
 
 GIVES_WAY = "the plan decides what is recomputed: the Trainer's own gradient_checkpointing is off"
