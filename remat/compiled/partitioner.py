@@ -103,9 +103,8 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         self.cuts = {} if cuts is None else cuts
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "asked": (self.budget_bytes, self.outside, self.uses, self.searches)
-        }  # it is in settings, which are copied
+        # It is in settings, which are copied.
+        return {"asked": (self.budget_bytes, self.outside, self.uses, self.searches)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         (self.budget_bytes, self.outside, self.uses, self.searches), self.cuts = state["asked"], {}
