@@ -16,7 +16,6 @@ LONG = (
     "scale",
     "peers",
     "machinery",
-    "compiled",
     "compiled_budgets",
     "fits",
     "fragmentation",

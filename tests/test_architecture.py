@@ -105,7 +105,6 @@ TORCH_SAYS = {
 EVERYDAY = (
     "remat.execution.apply",
     "remat.compiled.backend",
-    "remat.execution.compiled.backend",
     "remat.integrations.transformers",
 )
 NOT_FOR_TRAINING = ("recording", "costing", "formulation", "planning", "validation", "solvers", "models", "cli")

@@ -413,21 +413,3 @@ def test_a_module_that_carries_something_is_no_region_of_modules() -> None:
     assert [path for _, _, path in eligible_modules(graph) if path.count(".") == 1] == []
     graph = recorded(workload(CARRYING["shared"]))[1]
     assert eligible_modules(graph) == ()
-
-
-def test_a_compiled_step_carries_too() -> None:
-    work = workload(Buffered)
-    from remat.recording.fake_step import FakeStep
-
-    graph = record(FakeStep(work, device=torch.device("cpu"), compiled=True))
-    plan = plan_by_hand(graph, pairs_of_segments(graph), execution="aot_eager")
-
-    def losses(planned: Plan | None) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = work.build() if planned is None else apply(work.build(), planned)
-        called: Any = torch.compile(model, backend="aot_eager")
-        return [work.step(called, work.batch(work.batch_size, None)) for _ in range(4)]
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert all(map(torch.equal, losses(None), losses(plan)))

@@ -832,18 +832,6 @@ def test_a_saved_plan_in_slices_trains_at_every_batch_size(tmp_path: Any) -> Non
     assert model(*given)["logits"].shape == (1, 3, CLASSES)
 
 
-def test_a_plan_in_slices_is_refused_under_a_compiler() -> None:
-    model = remat.apply(Language(plain), planned(LARGER))
-    compiled = torch.compile(model, backend="aot_eager")
-    with pytest.raises(Exception, match="losses and MLPs whole"):
-        compiled(*batch(64, LENGTH))
-
-
-def test_a_plan_for_a_compiler_leaves_the_loss_whole() -> None:
-    made = plan(LARGER, budget=sum(tight(LARGER)) // 2, target="h100-80gb", depth=1)
-    assert chunks_of(made.about) == ()
-
-
 def test_another_loss_than_planned_is_refused_by_name() -> None:
     model = remat.apply(Language(smoothed), planned(LARGER))
     with warnings.catch_warnings():

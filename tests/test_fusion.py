@@ -713,13 +713,6 @@ def test_a_fused_plan_trains_evaluates_and_takes_other_batches() -> None:
     assert model.state_dict().keys() == other.state_dict().keys()
 
 
-def test_a_fused_plan_is_refused_under_a_compiler() -> None:
-    made = plan_here(lambda graph: (), FakeStep(workload(autocast=None), device=torch.device("cpu")))
-    model = remat.apply(Decoder().train(), made)
-    with pytest.raises(UsageError, match="fuses nothing"):
-        step(torch.compile(model, backend="aot_eager"), batch(4, LENGTH))
-
-
 def test_where_no_kernel_can_be_compiled_the_group_runs_all_the_same_with_one_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -685,8 +685,8 @@ def test_plan_files_of_version_2_run_as_they_were_planned_to() -> None:
     assert counts_of(model).regions == len(of_modules.regions) == 4
     compiled = Plan.load(GOLDEN / "toy-transformer-aot_eager.v2.plan.json")
     assert compiled.execution == "aot_eager" and "compiler" not in compiled.about
-    with pytest.warns(UserWarning, match="uncompiled, the step needs other than the planned"):
-        trained(apply(TRANSFORMER.build().train(), compiled))
+    with pytest.raises(UsageError, match=r"is no more: .* Use `remat\.compile\(model, budget=\.\.\.\)`"):
+        apply(TRANSFORMER.build().train(), compiled)
 
 
 def test_a_plan_file_of_version_1_refuses_another_graph() -> None:

@@ -777,10 +777,9 @@ def test_a_cpu_has_no_link_and_what_is_no_offload_is_refused() -> None:
     assert link_of(elsewhere, "activations", "3GiB") == Link(50e3, 3 << 30)
 
 
-@pytest.mark.parametrize("name", ["modules", "inductor", "aot_eager"])
-def test_executions_that_move_nothing_say_so(name: str) -> None:
-    with pytest.raises(UsageError, match=f'under `execution="{name}"`'):
-        require_offloads(execution(name), None)
+def test_an_execution_that_moves_nothing_says_so() -> None:
+    with pytest.raises(UsageError, match='under `execution="modules"`'):
+        require_offloads(execution("modules"), None)
 
 
 def test_a_plan_whose_saves_are_not_there_is_a_mismatch() -> None:

@@ -99,7 +99,7 @@ def test_the_wheel_has_every_module_and_nothing_else(built: Built) -> None:
 @pytest.mark.exhaustive
 def test_what_is_installed_loads_from_there_and_answers(built: Built, tmp_path: Path) -> None:
     program = """
-import json, sys, remat, remat.cli.main, remat.models, remat.solvers, remat.execution.compiled.backend
+import json, sys, remat, remat.cli.main, remat.models, remat.solvers, remat.compiled.backend
 for name in remat.__all__:
     getattr(remat, name)
 files = {name: module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "remat"}

@@ -99,7 +99,6 @@ NOT_RUN = {
     "remat plan --model gpt2 --budget 20GiB --target h100-80gb --costs h100.csv": "needs that table",
     f"{_BIG} --optimizer adafactor {_IN_BACKWARD}": _A_MINUTE,
     f"{_BIG} --offload optimizer --host-budget 64GiB {_IN_BACKWARD}": _A_MINUTE,
-    "remat plan --model gpt2 --budget 20GiB --target cuda --execution inductor": "needs a GPU; see test_compiling.py",
 }
 
 
@@ -309,20 +308,6 @@ def plain_loop(snippet: str, here: Path) -> None:
         entered(model, plan, steps=2)
 
 
-def compiled(snippet: str, here: Path) -> None:
-    """The second of the two ways refuses GPT-2, as the README says: it builds a mask while it is traced."""
-    applied, as_backend = snippet.strip().splitlines()
-    with planned("--depth 1") as plan, torch.autocast("cpu", torch.bfloat16):
-        model = build_model()
-        execute(applied, model=model)["model"](**next(iter(loader()))).loss.backward()
-        assert all(p.grad is not None for p in model.parameters())
-        entered(model, plan, steps=1)
-        torch._dynamo.reset()
-        refused = execute(as_backend, model=build_model())["model"]
-        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"scaled_dot_product_attention .* 4 tensors"):
-            refused(**next(iter(loader())))
-
-
 def trainer(snippet: str, here: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
@@ -519,7 +504,6 @@ def in_a_test(snippet: str, here: Path) -> None:
 
 HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the snippet
     "for batch in loader:": plain_loop,
-    'options={"plan"': compiled,
     "remat.compile(": budgeted,
     "remat.integrations.transformers": trainer,
     "remat.integrations.accelerate": accelerated,

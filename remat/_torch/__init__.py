@@ -5,5 +5,5 @@ raises RematError where it is first needed, with its purpose, unless the functio
 module takes a private name of torch, but for those that `tests/test_architecture.py` lists.
 
 training.py   what a planned step runs          dynamo.py    how forwards are captured
-recording.py  what fake steps and costs need    inductor.py  how a compiler is given a plan
+recording.py  what fake steps and costs need    inductor.py  how a compiler is steered
 """

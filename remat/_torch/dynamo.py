@@ -30,14 +30,6 @@ Handler = Callable[..., Variable]
 # What Dynamo reports
 
 
-def frame_callback() -> Callable[..., Any] | None:
-    """Return the callback that traces frames at present: that of the active compiler."""
-    found: Callable[..., Any] | None = internal(
-        "_C._dynamo.eval_frame.get_eval_frame_callback", "find the compiler that torch.compile was given"
-    )()
-    return found
-
-
 def compiler_behind(callback: Any) -> Callable[..., Any] | None:
     """Return the compiler behind a callback of Dynamo, as its frames run under; None if there is none."""
     names = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")  # of torch 2.13, and of older ones

@@ -1,11 +1,11 @@
-"""How a compiler is given a plan: AOTAutograd's partitioner, Inductor's settings, and what Inductor generates."""
+"""How a compiler is steered: AOTAutograd's partitioner, Inductor's settings, and what Inductor generates."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -15,17 +15,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
 from remat._torch.door import internal
-from remat.errors import RematError
 
 Backend = Callable[..., Callable[..., Any]]
 
 # Compilers
-
-
-def backend_called(name: str) -> Backend:
-    """Return the backend that `torch.compile` knows under a name."""
-    found: Backend = internal("_dynamo.backends.registry.lookup_backend", "compile a captured graph")(name)
-    return found
 
 
 def inductor_with(mode: str | None, options: dict[str, Any]) -> Backend:
@@ -36,69 +29,27 @@ def inductor_with(mode: str | None, options: dict[str, Any]) -> Backend:
     return found
 
 
-def aot_eager_with(partition: Callable[..., Any]) -> Backend:
-    """Return the backend "aot_eager" with another partitioner."""
-    make = internal("_dynamo.backends.common.aot_autograd", "keep a plan's regions under aot_eager")
-    runs = internal("_dynamo.backends.debugging.boxed_nop", "keep a plan's regions under aot_eager")
-    found: Backend = make(fw_compiler=runs, partition_fn=partition, keep_inference_input_mutations=True)
-    return found
-
-
 # The joint graph
 
 
 def min_cut(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-    """Cut a joint graph into (forward, backward) by torch's own partitioner, which reads the tags of its nodes."""
+    """Cut a joint graph into (forward, backward) by torch's own partitioner."""
     return internal(
-        "_functorch.partitioners.min_cut_rematerialization_partition", "keep a plan's regions under a compiler"
+        "_functorch.partitioners.min_cut_rematerialization_partition", "choose what a compiled forward saves"
     )(joint, inputs, **options)
 
 
 def partitioner_class() -> Any:
     """Return the base class that Inductor requires of a partitioner."""
-    return internal("_inductor.custom_graph_pass.CustomPartitionerFn", "keep a plan's regions under Inductor")
+    return internal("_inductor.custom_graph_pass.CustomPartitionerFn", "choose what a compiled forward saves")
 
 
 def hash_of(*files: str) -> Any:
     """Hash the source of a partitioner for the keys of Inductor's caches."""
-    return internal("_inductor.custom_graph_pass.get_hash_for_files", "keep a plan's regions under Inductor")(files)
-
-
-def hold_back(graph: fx.Graph, waiting: Mapping[fx.Node, fx.Node]) -> bool:
-    """Let each node wait for another, which Inductor then runs first; False where this torch has no way to.
-
-    What is recomputed is then alive for longer. torch 2.11 knows the order, and has no kernel for what it puts there.
-    """
-    try:
-        order = internal("_inductor.fx_passes.control_dependencies.preserve_node_ordering", "order a backward")
-        internal("_inductor.fx_passes.control_dependencies.control_deps_eager", "order a backward")
-        ordered = internal("utils._ordered_set.OrderedSet", "order a backward")
-    except RematError:
-        return False
-    order(graph, {node: ordered([before]) for node, before in waiting.items()})
-    return True
-
-
-def rng_state_operators() -> tuple[Any, Any, Any]:
-    """Return the operators of a joint graph that handle a generator's state around another operator.
-
-    They run one and save the state, run one with a saved state, and run one with a generator of its own, as on CUDA.
-    """
-    purpose = "replay compiled random operators"
-    return (
-        internal("_prims.rng_prims.run_and_save_rng_state", purpose),
-        internal("_prims.rng_prims.run_with_rng_state", purpose),
-        internal("_prims.rng_prims.graphsafe_run_with_rng_state", purpose),
-    )
+    return internal("_inductor.custom_graph_pass.get_hash_for_files", "choose what a compiled forward saves")(files)
 
 
 # Inductor
-
-
-def decompositions() -> Mapping[Any, Any]:
-    """Return the operators that Inductor decomposes, in forward or backward."""
-    found: Mapping[Any, Any] = internal("_inductor.decomposition.decompositions", "tell which operators fuse")
-    return found
 
 
 def chosen_decompositions() -> dict[Any, Any]:
@@ -109,7 +60,7 @@ def chosen_decompositions() -> dict[Any, Any]:
 @contextlib.contextmanager
 def compiling_with(partitioner: Any, decomposed: Callable[[], dict[Any, Any]]) -> Iterator[None]:
     """Inductor with a partitioner and a table of decompositions of ours, and without a cache of joint graphs."""
-    purpose = "keep a plan's regions under Inductor"
+    purpose = "choose what a compiled forward saves"
     compiler = internal("_inductor.compile_fx", purpose)
     internal("_inductor.compile_fx.select_decomp_table", purpose)
     with (

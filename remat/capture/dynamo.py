@@ -86,17 +86,11 @@ class ExecuteCall(Protocol):
     def __call__(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any: ...
 
 
-class CompileCall(Protocol):
-    """Compiles a graph, first seen as call number `call`; the result executes any call of it, given the number."""
-
-    def __call__(self, call: int, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]: ...
-
-
 Change = Callable[[int, fx.GraphModule], fx.GraphModule]
 
 
 class GraphCalls:
-    """A function traced by Dynamo whose graph calls run by `execute_call`, or by the result of `compile_call`.
+    """A function traced by Dynamo whose graph calls run by `execute_call`.
 
     count     graph calls of the last call          elements  of its input tensors, by name
     first     graph calls of the step before it: the number of its own first one
@@ -116,8 +110,7 @@ class GraphCalls:
     def __init__(
         self,
         function: Callable[..., Any],
-        execute_call: ExecuteCall | None = None,
-        compile_call: CompileCall | None = None,
+        execute_call: ExecuteCall,
         fits: Callable[[fx.GraphModule], bool] | None = None,
         answers: Answers | None = None,
         elsewhere: Elsewhere | None = None,
@@ -134,7 +127,6 @@ class GraphCalls:
         self.elsewhere = elsewhere
         self.own_checkpoints = 0  # calls of the model's own that were taken out of its graphs
         self._execute_call = execute_call
-        self._compile_call = compile_call
         self._fits = fits
         self._planned = planned or Masks()
         self._is_ones = is_ones
@@ -170,16 +162,11 @@ class GraphCalls:
             graph_module = self._change(call, graph_module)
         if has_sizes(graph_module) and not self._will_do(graph_module) and self.opens_any:
             raise SizesNotOpen("the graph depends on the sizes of the batch.")
-        if self._compile_call is not None:
-            execute = self._compile_call(call, graph_module, example_inputs)
-        else:
-            assert self._execute_call is not None
-            execute = _interpreted(self._execute_call, graph_module)
 
         def run(*args: Any) -> Any:
             call = self.first + self.count
             self.count += 1
-            return execute(call, *args)
+            return self._execute_call(call, graph_module, args)
 
         return torch.compiler.disable(run)
 
@@ -190,10 +177,6 @@ class GraphCalls:
     @property
     def opens_any(self) -> bool:
         return self.opens_sizes or self.opens_numbers
-
-    @property
-    def compiles(self) -> bool:
-        return self._compile_call is not None
 
     def _will_do(self, graph_module: fx.GraphModule) -> bool:
         if self._fits is None:
@@ -279,7 +262,7 @@ class _Backend(Capture):
 
     def __init__(self, calls: GraphCalls, masks: Masks):
         self.answers, self.elsewhere, self.opens_sizes = calls.answers, calls.elsewhere, calls.opens_sizes
-        self.opens_numbers = calls.opens_numbers and not calls.compiles
+        self.opens_numbers = calls.opens_numbers
         self.opens_draws = calls.opens_draws
         self._calls = calls
         self._masks = TracedMasks(masks)

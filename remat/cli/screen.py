@@ -69,11 +69,11 @@ def plan_text(plan: Plan) -> str:
     """Format a plan: its step, its cost, and its gap."""
     return "\n\n".join(
         [
-            heading(plan.about, plan.target, plan.costs, plan.execution),
+            heading(plan.about, plan.target, plan.costs),
             aligned([*_promise(plan), *_form(plan), *_offloads(plan), *(_decision(plan) if plan.regions else ())]),
             *([] if plan.regions else [_without_regions(plan)]),
             *_caveats(plan),
-            f"at the peak{_eagerly(plan)}, {plan.predicted['peak_at']}\n{breakdown_text(plan.predicted['breakdown'])}",
+            f"at the peak, {plan.predicted['peak_at']}\n{breakdown_text(plan.predicted['breakdown'])}",
         ]
     )
 
@@ -116,18 +116,13 @@ def columns(header: Sequence[str], rows: Iterable[Sequence[str]], names: int = 1
     return lines[:height], lines[height:]
 
 
-_RUN_AS = {"inductor": " compiled by inductor", "aot_eager": " compiled by aot_eager"}
-
-
 def execution_notes(execution: str) -> Iterator[str]:
     """Iterate over notes about how the step runs, for readers of a table."""
     if execution == "modules":
         yield "regions are whole modules: they save nothing inside, and keep local variables alive"
-    if execution in _RUN_AS:
-        yield f"peaks are replayed as {execution} compiles the step; there is no lower bound"
 
 
-def heading(about: dict[str, Any], target: str, costs: str, execution: str = "eager") -> str:
+def heading(about: dict[str, Any], target: str, costs: str) -> str:
     """Describe the step and the device that an output is about."""
     sizes = f"batch {about['batch_size']}"
     if about["seq_len"] is not None:
@@ -136,7 +131,7 @@ def heading(about: dict[str, Any], target: str, costs: str, execution: str = "ea
     autocast = f", {about['autocast']} autocast" if about["autocast"] else ""
     accumulated = f", accumulated over {about['accumulation']}" if about["accumulation"] > 1 else ""
     step = f"{sizes}{accumulated}, {weights}{autocast}, {about['optimizer'] or 'no optimizer'}"
-    return f"{about['workload']}{_RUN_AS.get(execution, '')} on {target}, costs {costs}: {step}{_assumed(about)}"
+    return f"{about['workload']} on {target}, costs {costs}: {step}{_assumed(about)}"
 
 
 def _assumed(about: dict[str, Any]) -> str:
@@ -158,13 +153,6 @@ def _priced_by(shares: dict[str, Any] | None) -> str:
         f"\nkernel times: {signature:.0f} % of the step measured on {shares['measured_on']}, {family:.0f} % from other "
         f"sizes measured there, {rest:.0f} % by the roofline"
     )
-
-
-def _eagerly(plan: Plan) -> str:
-    """Format the eager peak of a plan for compiled execution."""
-    if plan.execution not in _RUN_AS or "evaluator_peak_bytes" not in plan.predicted:
-        return ""
-    return f" of its eager execution, {gib(plan.predicted['evaluator_peak_bytes'])}"
 
 
 _TRACED = "of the traced step; without tracing it may need more"
@@ -274,11 +262,7 @@ def _decision(plan: Plan) -> list[tuple[str, ...]]:
         f"{_count(predicted['recomputed_nodes'], 'node')} recomputed",
         f"{_count(sum(map(_saves, plan.regions)), 'output')} saved",
     ]
-    compiled = plan.execution in _RUN_AS
-    quality = (
-        f"best replayed under {plan.execution}, no lower bound" if compiled else f"gap {100 * solver['gap']:.2f} %"
-    )
-    proof = f"{quality}, {solver['name']}, {solver['wall_s']:.1f} s"
+    proof = f"gap {100 * solver['gap']:.2f} %, {solver['name']}, {solver['wall_s']:.1f} s"
     rows: list[tuple[str, ...]] = [
         (
             "overhead",
@@ -288,7 +272,7 @@ def _decision(plan: Plan) -> list[tuple[str, ...]]:
         ("regions", f"{len(plan.regions)}", ", ".join(does)),
         ("solver", solver["status"], proof),
     ]
-    if solver["status"] != "optimal" and not compiled:
+    if solver["status"] != "optimal":
         bound_us, price = solver["bound_us"], "added time" if form_of(plan.about) != CAPTURED else "recomputation"
         least = f"{ms(bound_us)} of {price}" if bound_us >= 0 else f"saves at most {ms(-bound_us)}"
         rows.append(("", "", _labelled(f"not proved optimal; lower bound: {least}", plan)))

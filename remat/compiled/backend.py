@@ -102,18 +102,14 @@ def remat(
 ) -> Callable[..., Any]:
     """Compile a captured graph so that training keeps a budget.
 
-    options  budget, and others as `remat.compile` takes them; unknown ones are Inductor's. Or plan: a Plan or its file,
-             see `execution.compiled.backend`
+    options  budget, and others as `remat.compile` takes them; unknown ones are Inductor's
     mode     Inductor's
 
-    Returns what runs the graph. Raises UsageError without budget and plan, Infeasible and NoPlanInTime as
+    Returns what runs the graph. Raises UsageError without a budget, Infeasible and NoPlanInTime as
     `remat.compile` does.
     """
-    if "budget" not in (options or {}):
-        from remat.execution.compiled.backend import remat as with_plan
-
-        return with_plan(graph_module, example_inputs, options=options, mode=mode)
-    assert options is not None
+    if options is None or "budget" not in options:
+        raise UsageError('the backend needs a budget: torch.compile(model, backend="remat", options={"budget": ...}).')
     try:
         return _compiled(graph_module, list(example_inputs), options, mode)
     except Exception as failure:

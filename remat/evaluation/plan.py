@@ -237,7 +237,7 @@ class Plan:
         without_checkpointing: Peak and time of the step without a plan.
         solver: The solver, its status, lower bound and gap.
         space: Size of the space that "optimal" refers to.
-        execution: "eager", "modules", "inductor" or "aot_eager".
+        execution: "eager" or "modules"; "inductor" or "aot_eager" in files of earlier versions.
         identities: Identity of each graph call's nodes; empty in plans of file version 1.
         offloads: Storages that are on the host between forward and backward.
 

@@ -2,11 +2,11 @@
 
 Each way is a folder here: the executor, which training loads (`executions.py` names it), and an `Execution`, which
 planning and validation load. What differs between ways is stated there and nowhere else: what a region may be, what
-operators cost, what a step then needs, and which budget to ask a solver for next.
+a step then needs, and which budget to ask a solver for next.
 
 A solver is asked for plans within an *evaluator's* budget. The step that runs under such a plan is replayed on fake
 tensors, and may need other than the evaluator says: nothing else where traced graphs run in eager mode, more where
-Python's local variables hold on to values, less or more where a compiler saves and fuses by its own lights.
+Python's local variables hold on to values.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-from torch import nn
 
 from remat.costing.profile import Profile
 from remat.errors import UsageError
@@ -30,9 +28,7 @@ from remat.offloading.link import Link
 if TYPE_CHECKING:
     import numpy as np
 
-    from remat.costing.planning_device import PlanningDevice
     from remat.recording.fake_step import FakeStep
-    from remat.workload.training_loop import TrainingLoop
 
 MOST_TRIES = 5
 
@@ -56,27 +52,16 @@ class Execution(abc.ABC):
 
     name            `Plan.execution`, `--execution`
     runs_as_evaluated  whether the step needs as much memory as the evaluator predicts
-    compiler        the compiler that the step must run under; None: it must run without one
-    bound_carries   whether the evaluator's bound holds for every plan within the budget that runs this way
-    launches        whether Python launches every kernel, so that the host may take longer than the device
     runs_forms      whether the step may run in another form: losses in slices, groups fused
     runs_offloads   whether activations may be on the host between forward and backward
-    most_tries      maximum number of plans that are replayed for one budget
     patience_s      default seconds for the search; None: the solver's own default
     """
 
     name: str
     runs_as_evaluated: bool = False
-    compiler: str | None = None
-    bound_carries: bool = True
-    launches: bool = False
     runs_forms: bool = False
     runs_offloads: bool = False
-    most_tries: int = MOST_TRIES
     patience_s: float | None = None
-
-    def require(self, device: PlanningDevice | None, loop: TrainingLoop | None) -> None:  # noqa: B027
-        """Raise UsageError if no plan can be made for this execution; a profile from a file has no `device`."""
 
     def require_step(self, graph: Graph) -> None:  # noqa: B027
         """Raise UsageError if the recorded step cannot run this way."""
@@ -93,10 +78,6 @@ class Execution(abc.ABC):
         like  the problem of the step in another form, which shares much with this one
         """
         return Problem(profile.graph, profile.costs, space, budget_bytes, link, like)
-
-    def price(self, profile: Profile) -> Profile:
-        """Return `profile` with the costs of operators when they run this way."""
-        return profile
 
     def replay(
         self,
@@ -130,21 +111,11 @@ class Execution(abc.ABC):
         replayed  returns its peak by the replay; None if nothing is replayed
         """
 
-    def without_plan(self, problem: Problem, replayed: Callable[[], int] | None) -> int:
-        """Return the peak of the step without a plan."""
-        return problem.memory.peak_without_checkpointing
-
-    def first_budget(self, problem: Problem, least_bytes: Callable[[], int]) -> int:
-        """Return the evaluator's budget to begin with; `least_bytes` as in `next_budget`."""
-        return problem.budget_bytes
-
-    def next_budget(self, problem: Problem, tries: Sequence[Try], least_bytes: Callable[[], int]) -> int | None:
+    def next_budget(self, problem: Problem, tries: Sequence[Try]) -> int | None:
         """Return the evaluator's budget to ask for after `tries`; None if the search is over.
 
         The evaluator's budget is lowered by the replay's excess: plans of a smaller budget are plans of a larger one
         too.
-
-        least_bytes  returns the least peak by the evaluator of any plan
         """
         last = tries[-1]
         excess = last.peak_bytes - problem.budget_bytes
@@ -153,10 +124,6 @@ class Execution(abc.ABC):
         # The evaluator counts outputs until this step replaces them. A region that takes them keeps them for longer.
         replaced = sum(size for size, _ in problem.graph.held_outputs) if len(tries) > 1 else 0
         return min(last.asked_bytes - excess, problem.budget_bytes - replaced)
-
-    def prepare(self, model: nn.Module) -> nn.Module:
-        """Return the module that training calls in place of `model`, with or without a plan in it."""
-        return model
 
     def __str__(self) -> str:
         return self.name

@@ -1,4 +1,4 @@
-"""The table of executions: a seventh is a folder and two lines here."""
+"""The table of executions: a third is a folder and one line here."""
 
 from __future__ import annotations
 
@@ -13,26 +13,20 @@ if TYPE_CHECKING:
 
 EAGER = "eager"
 
-# By name: the module of the `Execution`, under that name in its `EXECUTIONS`.
+# By name: the module of the `Execution`, which is there under that name in `EXECUTIONS`; and the class that runs it in
+# training, which loads nothing that judges a plan.
 _EXECUTIONS = {
-    EAGER: "remat.execution.eager.execution",
-    "modules": "remat.execution.modules.execution",
-    "inductor": "remat.execution.compiled.execution",
-    "aot_eager": "remat.execution.compiled.execution",
-}
-# By name: the class that runs it in training, which loads nothing that judges a plan.
-_EXECUTORS = {
-    EAGER: "remat.execution.planned_forward:PlannedForward",
-    "modules": "remat.execution.modules.regions:PlannedModules",
-    "inductor": "remat.execution.planned_forward:PlannedForward",
-    "aot_eager": "remat.execution.planned_forward:PlannedForward",
+    EAGER: ("remat.execution.eager.execution", "remat.execution.planned_forward:PlannedForward"),
+    "modules": ("remat.execution.modules.execution", "remat.execution.modules.regions:PlannedModules"),
 }
 NAMES = tuple(_EXECUTIONS)
+EARLIER = ("inductor", "aot_eager")  # in plans of earlier versions: compiled steps
 
 
 def load(name: str) -> Execution:
     """Load the execution `name`. Raises UsageError if it is unknown."""
-    found: Execution = importlib.import_module(_EXECUTIONS[_known(name)]).EXECUTIONS[name]
+    require_known(name)
+    found: Execution = importlib.import_module(_EXECUTIONS[name][0]).EXECUTIONS[name]
     return found
 
 
@@ -41,12 +35,18 @@ def executor(name: str) -> type[PlannedForward]:
 
     Raises UsageError for an unknown name.
     """
-    module, _, attribute = _EXECUTORS[_known(name)].partition(":")
+    require_known(name)
+    module, _, attribute = _EXECUTIONS[name][1].partition(":")
     found: type[PlannedForward] = getattr(importlib.import_module(module), attribute)
     return found
 
 
-def _known(name: str) -> str:
+def require_known(name: str) -> None:
+    """Raise UsageError if there is no execution `name`."""
+    if name in EARLIER:
+        raise UsageError(
+            f"execution {name!r} is no more: a compiled step is planned where it is compiled. Use "
+            "`remat.compile(model, budget=...)` in the training script, without a plan."
+        )
     if name not in _EXECUTIONS:
         raise UsageError(f"execution {name!r} is not known; choose {', '.join(NAMES[:-1])} or {NAMES[-1]}.")
-    return name

@@ -5,8 +5,8 @@ traced by Dynamo and run with the plan's regions, everything else (evaluation, `
 original forward. A plan that does not belong to the model raises `PlanMismatch` at the first training forward: a plan
 that silently does nothing would be worse than an error.
 
-Under `torch.compile` the outer trace stops at a training forward, which is then captured as ever, and compiled with
-its regions (`compiling.py`) by the compiler that was asked for.
+Under `torch.compile` the outer trace stops at a training forward, which then runs as planned, uncompiled: a compiler
+would drop its regions.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from remat._torch.dynamo import compiler_behind, frame_callback, frames_traced
+from remat._torch.dynamo import frames_traced
 from remat.capture.attention_masks import PADDING, Masks, takes_mask
 from remat.capture.circumstances import differences, given_to, hooked, state_of, versions
 from remat.capture.dynamo import (
-    CompileCall,
     GraphCalls,
     SizesNotOpen,
     element_counts,
@@ -42,20 +41,11 @@ from remat.capture.settling import Unsettled, install_recording_hooks
 from remat.chunking.chunk import chunked_losses, chunked_rows
 from remat.chunking.chunked_loss import Watch
 from remat.chunking.chunked_rows import RowsWatch
-from remat.errors import CaptureError, PlanMismatch, UsageError, is_out_of_memory
+from remat.errors import CaptureError, PlanMismatch, is_out_of_memory
 from remat.evaluation.form import CAPTURED, form_of
 from remat.evaluation.forwards import EVALUATES, PASSES
 from remat.evaluation.identity import Fit
 from remat.evaluation.plan import Plan
-from remat.execution.compiled.compiling import (
-    COMPILERS,
-    Backend,
-    CompiledCalls,
-    compile_graph,
-    name_of,
-    require_kept,
-    require_whole,
-)
 from remat.execution.eager.rewrite import Counts, RegionWatch
 from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.execution.early_forwards import EarlyForwards, complete
@@ -82,9 +72,9 @@ MANY_TRACES = 16
 # Attributes in copies and pickles of a planned forward.
 _LASTING = ("model", "plan", "on_larger", "observe", "verify_first_step", "replaced", "_root", "_modules")
 
-_COMPILES_ITSELF = (
-    "a planned model compiles its own training forward, and cannot be a part of another's trace: leave fullgraph=True "
-    'out, or compile the model without remat.apply and with backend="remat"'
+_NOT_COMPILED = (
+    "a planned model runs uncompiled, within its budget: torch.compile would drop the plan's regions. For a compiled "
+    "step within a budget leave the plan out and use remat.compile(model, budget=...)"
 )
 
 
@@ -141,9 +131,8 @@ class PlannedForward:
         self._more: str = ""  # the excess of a graph that fits over the planned one
         self._before: ModelState | None = None  # the forward that is running
         self._count_forwards()
-        self._graphs: dict[tuple[int, int], GraphCalls] = {}  # by compiler, and first forward with the same trace
+        self._graphs: dict[int, GraphCalls] = {}  # by the first forward with the same trace
         self._running: GraphCalls | None = None  # the one whose forward is on
-        self._compilers: dict[int, Backend] = {}  # kept, so that an id stays its own
 
     def _begin_verifying(self) -> None:
         self.head_watch, self.region_watch = Watch(), RegionWatch()
@@ -190,23 +179,20 @@ class PlannedForward:
             self._at.settled = False  # some models change themselves for evaluation, and back in the next forward
             return self._unplanned(args, kwargs)
         if torch.compiler.is_dynamo_compiling():
-            return _leave_trace(self, args, kwargs)
+            return _uncompiled(self, args, kwargs)
         if not self._learns(args, kwargs):
             return self._alone(*args, **kwargs)
         self._now = self.forwards.now(self._at.path)
-        graphs = self._graphs_of(None)
+        graphs = self._current_graphs()
         self._compare_autocast()
-        self._compare_compiler(None)
         self._compare_batch(args, kwargs)
         self._compare_loop()
         run = functools.partial(self._run_traced, graphs, args, kwargs)
-        return self._verified(run, args, kwargs, lambda: self._masks_round)
+        return self._verified(run, args, kwargs)
 
-    def _verified(
-        self, run: Callable[[], Any], args: Any, kwargs: Any, rounds: Callable[[], bool] | None = None
-    ) -> Any:
+    def _verified(self, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """Run `run`, verified as in `FirstStep.run`; an early forward leaves the verification to a later one."""
-        result = self.first_step.run(self._now.number, run, self._alone, (args, kwargs), rounds)
+        result = self.first_step.run(self._now.number, run, self._alone, (args, kwargs), lambda: self._masks_round)
         if self._is_early:
             self.first_step.expect(self._now.number)
         return result
@@ -219,7 +205,7 @@ class PlannedForward:
             except (SizesNotOpen, CaptureError):
                 if not graphs.opens_any or graphs.count:
                     raise
-            graphs = self._graphs_of(None, less_open=graphs)
+            graphs = self._current_graphs(less_open=graphs)
 
     def _alone(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward without the plan, in the model and in its modules."""
@@ -234,27 +220,22 @@ class PlannedForward:
         args, kwargs = in_own_containers((args, kwargs))
         return self._alone(*args, **kwargs)
 
-    def _graphs_of(self, inner: Backend | None, *, less_open: GraphCalls | None = None) -> GraphCalls:
-        """Return the graphs that the current forward is traced to, compiled by `inner` if it is given.
+    def _current_graphs(self, *, less_open: GraphCalls | None = None) -> GraphCalls:
+        """Return the graphs that the current forward is traced to.
 
         less_open  graph calls with open sizes or numbers, as which the forward cannot be traced
         """
-        key = (id(inner), self.forwards.traced_with(self._now))
+        key = self.forwards.traced_with(self._now)
+        if key in self._graphs and less_open is None:
+            return self._graphs[key]
         if key not in self._graphs:
-            if inner is None:
-                self._find_weights()
+            self._find_weights()
             self._compare_model()
             self._settle()
-        elif less_open is None:
-            return self._graphs[key]
-        if inner is not None:
-            self._compilers[id(inner)] = inner
-            self._graphs[key] = self._traced(compile_call=self._compiled_by(inner))
-        else:
-            # A forward that is one graph can be traced again as long as nothing of it has run.
-            fits = self._placer.fits_some if self.forwards.are_single_graphs and less_open is None else None
-            numbers = self._early.carries_numbers and (less_open is None or less_open.opens_sizes)
-            self._graphs[key] = self._traced(execute_call=self._execute_call, fits=fits, opens_numbers=numbers)
+        # A forward that is one graph can be traced again as long as nothing of it has run.
+        fits = self._placer.fits_some if self.forwards.are_single_graphs and less_open is None else None
+        numbers = self._early.carries_numbers and (less_open is None or less_open.opens_sizes)
+        self._graphs[key] = self._traced(execute_call=self._execute_call, fits=fits, opens_numbers=numbers)
         return self._graphs[key]
 
     def _unplanned(self, args: Any, kwargs: Any) -> Any:
@@ -272,6 +253,10 @@ class PlannedForward:
     def _weights_here(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which graphs run while some weights of the model are on the host."""
         return contextlib.nullcontext() if self._weights is None else self._weights.planned()
+
+    def warn_of_compiler(self) -> None:
+        """Warn that the model is compiled, and that its training forward is not."""
+        self._warn("compiler", f"{_NOT_COMPILED}.", frames=5)
 
     def _warn_of_eval(self, gradient: torch.Tensor) -> None:
         self._warn(
@@ -339,36 +324,6 @@ class PlannedForward:
         """Return whether anything gets a gradient; nothing does with adapters disabled (`disable_adapter` of peft)."""
         given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         return any(tensor.requires_grad for tensor in itertools.chain(self._at.module.parameters(), given))
-
-    def run_compiled(self, inner: Backend, args: Any, kwargs: Any) -> Any:
-        """Run a training forward whose graphs `inner` compiles with the plan's regions."""
-        if not self._learns(args, kwargs):
-            return self._alone(*args, **kwargs)
-        self._now = self.forwards.now(self._at.path)
-        graphs = self._graphs_of(inner)
-        self._compare_autocast()
-        self._compare_compiler(name_of(inner))
-        self._compare_batch(args, kwargs)
-        self._compare_loop()
-        run = functools.partial(self._run, graphs, args, kwargs)
-        return self._verified(run, args, kwargs)
-
-    def _compiled_by(self, inner: Backend) -> CompileCall:
-        """Return a function that compiles the graphs of the current forward by `inner`, with the plan's regions."""
-        require_kept(self.plan.regions, inner)
-        require_whole(self.plan)
-
-        def compile_call(call: int, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-            if (mismatch := self._graph_mismatch(call, graph_module)) is not None:
-                self._judge_or_leave(call)
-                if self._early.has(graph_module):
-                    return self._run_early(compile_graph(graph_module, example_inputs, (), inner))
-                raise mismatch
-            self._note_fit(call, graph_module)
-            regions = self._placer.every(graph_module)
-            return CompiledCalls(regions, graph_module, example_inputs, inner, self.calls.counts)
-
-        return compile_call
 
     def _note_fit(self, call: int, graph_module: fx.GraphModule) -> None:
         self._fitting[call, id(graph_module)] = graph_module
@@ -453,7 +408,7 @@ class PlannedForward:
             if mismatch is not None:
                 self._judge_or_leave(call)
                 if is_first and self._weights is None and self._early.has(graph_module):
-                    return self._run_early(graph_module)(call, *args)
+                    return self._run_early(graph_module, args)
                 self._mismatch = mismatch
                 if self._weights is not None:
                     raise self._mismatch  # since its weights are not fetched
@@ -461,16 +416,12 @@ class PlannedForward:
             self._note_fit(call, graph_module)
         return self.calls(call, graph_module, args)
 
-    def _run_early(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `function`, the graph of an early call, so that it notes that the forward is an early one."""
-
-        def run(call: int, *args: Any) -> Any:
-            self._is_early = True
-            if text := self._early.warning:
-                self._not_as_planned("early", text, frames=12)
-            return function(*args)
-
-        return run
+    def _run_early(self, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+        """Run the graph of an early call, and note that the forward is an early one."""
+        self._is_early = True
+        if text := self._early.warning:
+            self._not_as_planned("early", text, frames=11)
+        return graph_module(*args)
 
     # What the plan is compared with
 
@@ -590,17 +541,6 @@ class PlannedForward:
                 f"the plan is for {_policy(planned)}, this forward runs {_policy(autocast)}; "
                 "use the same torch.autocast context or plan for the other dtype."
             )
-
-    def _compare_compiler(self, found: str | None) -> None:
-        planned = self.plan.execution
-        if planned not in COMPILERS or found == planned:
-            return
-        self._not_as_planned(
-            "compiler",
-            f"{f'compiled by {found}' if found else 'uncompiled'}, the step needs other than the planned "
-            f"{gib(self.plan.predicted['peak_bytes'])}, which is what it needs compiled by {planned}; compile it so, "
-            "or make a plan for how it runs.",
-        )
 
     def _compare_batch(self, args: Any, kwargs: Any) -> None:
         elements = element_counts(named_tensors(self.original, args, kwargs))
@@ -750,18 +690,11 @@ class PlannedForward:
         self._prepare()
 
 
-@torch.compiler.disable(recursive=False, reason=_COMPILES_ITSELF)
-def _leave_trace(planned: PlannedForward, args: Any, kwargs: Any) -> Any:
-    """Stop an outer trace. Only this frame is skipped, so the active compiler can still be seen."""
-    return _compiled_forward(planned, frame_callback(), args, kwargs)
-
-
-@torch.compiler.disable
-def _compiled_forward(planned: PlannedForward, callback: Any, args: Any, kwargs: Any) -> Any:
-    inner = compiler_behind(callback)
-    if inner is None:
-        raise UsageError(f"{_COMPILES_ITSELF}.")
-    return planned.run_compiled(inner, args, kwargs)
+@torch.compiler.disable(reason=f"{_NOT_COMPILED}.")
+def _uncompiled(planned: PlannedForward, args: Any, kwargs: Any) -> Any:
+    """Run a training forward that an outer trace has come to."""
+    planned.warn_of_compiler()
+    return planned(*args, **kwargs)
 
 
 def dtypes_of(model: nn.Module) -> list[str]:

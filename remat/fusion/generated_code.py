@@ -34,15 +34,13 @@ class Loaded:
     modules: int = 0
     moved_bytes: int = 0
 
-    def require_more_than(self, before: int) -> None:
-        """Raise RematError if a graph was compiled without the hook: its kernels would read from fake tensors."""
-        if self.modules == before:
-            raise _unknown("hands no generated module over")
-
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[Loaded]:
-    """Let Inductor compile for fake tensors while the context is open. Raises RematError if torch has no hook."""
+    """Let Inductor compile for fake tensors while the context is open.
+
+    Raises RematError if torch has no hook, or compiled past it: those kernels would read from fake tensors.
+    """
     loaded = Loaded()
 
     def load(key: str, path: str, linemap: Any = None, attrs: dict[str, Any] | None = None, **_: Any) -> Any:
@@ -54,6 +52,8 @@ def without_kernels() -> Iterator[Loaded]:
         raise _unknown("has no PyCodeCache.load_by_key_path")
     with loading_modules(load):
         yield loaded
+    if not loaded.modules:
+        raise _unknown("hands no generated module over")
 
 
 def _load(key: str, path: str, attributes: dict[str, Any]) -> types.ModuleType:
@@ -74,10 +74,7 @@ def _load(key: str, path: str, attributes: dict[str, Any]) -> types.ModuleType:
 
 
 def _unknown(what: str) -> RematError:
-    return RematError(
-        f"torch {torch.__version__} {what}: what its Inductor allocates cannot be predicted. "
-        "Predict compiled execution under aot_eager instead."
-    )
+    return RematError(f"torch {torch.__version__} {what}: what its Inductor allocates cannot be predicted.")
 
 
 class _NoKernels:

@@ -52,7 +52,7 @@ def assemble(study: Study, found: FoundPlan, budget_bytes: int, predicted: Predi
         costs=profile.costs.source,
         budget_bytes=budget_bytes,
         predicted=predicted,
-        without_checkpointing=study.without_checkpointing(budget_bytes, judged=found.is_judged),
+        without_checkpointing=study.without_checkpointing(),
         solver=proof,
         space=problem.space.about(),
         execution=study.how.name,

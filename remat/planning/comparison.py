@@ -115,13 +115,13 @@ class Heading(Shown):
     execution: str
 
     @staticmethod
-    def fields_of(study: Study, budget_bytes: int, *, judged: bool) -> dict[str, Any]:
+    def fields_of(study: Study) -> dict[str, Any]:
         profile = study.profile
         return {
             "about": profile.graph.about,
             "target": profile.target.name,
             "costs": profile.costs.source,
-            "without_checkpointing": study.without_checkpointing(budget_bytes, judged=judged),
+            "without_checkpointing": study.without_checkpointing(),
             "execution": study.how.name,
         }
 
@@ -252,7 +252,7 @@ class _Comparing:
         self._interrupted = False
 
     def run(self, names: Sequence[str]) -> Comparison:
-        study, how = self._study, self._study.how
+        study = self._study
         self._solve_each(names)
         if study.link is not None and not self._interrupted:
             self._solve_beside_offloads(len(names))
@@ -272,9 +272,9 @@ class _Comparing:
         return Comparison(
             budget_bytes=self._budget_bytes,
             rows=tuple(sorted(rows, key=lambda row: row.rank)),
-            bound_us=bound_us if how.bound_carries else 0.0,
+            bound_us=bound_us,
             interrupted=self._interrupted,
-            **Heading.fields_of(study, self._budget_bytes, judged=study.step is not None),
+            **Heading.fields_of(study),
         )
 
     def _named(self) -> Iterable[tuple[str, FoundPlan]]:
@@ -338,7 +338,6 @@ class _Comparing:
         best_bound_us  the best bound of the comparison, which a plan without its own proof stores
         """
         how, solution, proves = self._study.how, found.solution, name in EXACT or name == KEPT
-        carries = how.bound_carries
         fits, bound_us, gap = solution.fits, found.bound_us, solution.gap
         status = solution.status if outcome is None else outcome.status
         if outcome is not None:
@@ -351,7 +350,7 @@ class _Comparing:
                 peak_bytes = asked.peak(self._study.problem(found.at, 0), solution.regions, solution.offloads)
                 solution = dataclasses.replace(solution, replayed_bytes=peak_bytes)
             found = dataclasses.replace(found, solution=solution, is_judged=asked is not None)
-            proved_us = min(best_bound_us, found.price_us) if carries else 0.0
+            proved_us = min(best_bound_us, found.price_us)
             proof: Proof = {
                 "name": solution.solver,
                 "status": status,
@@ -379,8 +378,8 @@ class _Comparing:
             overhead=predicted.get("overhead"),
             samples_per_s=samples_per_s,
             tokens_per_s=samples_per_s * about["seq_len"] if samples_per_s and about["seq_len"] else None,
-            bound_us=bound_us if proves and carries else None,
-            gap=gap if proves and fits and carries else None,
+            bound_us=bound_us if proves else None,
+            gap=gap if proves and fits else None,
             above_bound=_above(added_us, best_bound_us) if fits else None,
             wall_s=round(solution.wall_s, 3),
             plan=plan,
@@ -429,8 +428,8 @@ def solve(problem: Problem, name: str, limits: Limits) -> Solution:
 def strategy_solution(study: Study, at: StepForm, name: str, budget_bytes: int, limits: Limits) -> Solution:
     """Solve the step in a form with the strategy `name`, as it runs."""
     problem, how, judge = study.problem(at, budget_bytes), study.how, study.judge(at)
-    if name == WITHOUT:  # not replayed: it runs untraced, or compiled if the execution compiles
-        peak = how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
+    if name == WITHOUT:  # not replayed: it runs untraced
+        peak = problem.memory.peak_without_checkpointing
         return Solution(WITHOUT, "feasible" if peak <= budget_bytes else "unknown", replayed_bytes=peak)
     proves = name in EXACT
     found = search(problem, how, lambda each, limits: solve(each, name, limits), judge, limits, may_need_none=proves)

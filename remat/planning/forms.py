@@ -226,7 +226,7 @@ class StepForms:
         return self._known[form]
 
     def _recorded(self, form: Form) -> StepForm:
-        found = self._execution.price((self._profile_in or self._recorded_in)(form))
+        found = (self._profile_in or self._recorded_in)(form)
         whole_us = self._whole.costs.step_time_us(self._whole.graph)
         return StepForm(form, found, found.costs.step_time_us(found.graph) - whole_us)
 

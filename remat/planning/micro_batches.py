@@ -195,7 +195,6 @@ class MicroBatches:
         self.workload, self.place, self.budget, self.loop, self.request = workload, place, budget, loop, request
         self.limits = request.limits if link is None else request.limits.at_most(request.limits.clock.window_s)
         self.on_try, self.how = on_try, request.how
-        self.how.require(place, loop)
         request.require_of(loop, has_model=True)
         if link is not None:
             require_offloads(self.how, loop)
@@ -219,13 +218,12 @@ class MicroBatches:
             if scaled is None:
                 self._record(key)
             else:
-                self._profiles[key] = self.how.price(self._costed(scaled.at(micro_batch)))
+                self._profiles[key] = self._costed(scaled.at(micro_batch))
         return self._profiles[key]
 
     def _record(self, key: tuple[int, bool]) -> None:
         micro_batch, accumulates = key
-        found, self._steps[key] = self.recorded(micro_batch, SEVERAL if accumulates else 1)
-        self._profiles[key] = self.how.price(found)
+        self._profiles[key], self._steps[key] = self.recorded(micro_batch, SEVERAL if accumulates else 1)
 
     def study(self, micro_batch: int, accumulates: bool) -> Study:
         """Return the study of the step at a size, in all its forms."""
@@ -328,8 +326,7 @@ class MicroBatches:
         """Record the step at exactly this size."""
         self.on_try(f"recording micro-batch {micro_batch}")
         loop = dataclasses.replace(self.loop, accumulation=accumulation)
-        compiled = self.how.compiler is not None
-        step = fake_step(self.workload.sized(micro_batch), self.place, loop=loop, compiled=compiled)
+        step = fake_step(self.workload.sized(micro_batch), self.place, loop=loop)
         profile = profile_step(step, self.place)
         _in_one_pass(profile.graph)
         return profile, step
@@ -495,7 +492,7 @@ class MicroBatches:
         return costs.update_time_us(graph, micro_batches, again_us)
 
     def _host_us(self, profile: Profile, micro_batches: int, regions: tuple[Region, ...]) -> float:
-        return profile.host_time_us(Memory(profile.graph), regions, micro_batches) if self.how.launches else 0.0
+        return profile.host_time_us(Memory(profile.graph), regions, micro_batches)
 
     # For real
 

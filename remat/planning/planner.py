@@ -78,7 +78,7 @@ def plan(
         loop: Everything around forward and backward: accumulation, clipping, shards.
         batch_size: Samples in place of the workload's own number.
         headroom: Bytes, or a percentage, subtracted from the budget.
-        execution: How training runs the plan: "eager", "modules" (FSDP2), "inductor" or "aot_eager".
+        execution: How training runs the plan: "eager" or "modules" (FSDP2).
         depth: Nesting depth of regions, by default the most that the execution allows.
         numerics: "bitwise", "sums" (default: also chunked losses and MLPs) or "rounding" (also fused kernels).
         exact: The same as `numerics="bitwise"`.
@@ -149,7 +149,7 @@ def studied(
     """
     loop = request.loop(loop)
     request.require(place, loop)
-    step = fake_step(workload, place, loop=loop, compiled=request.how.compiler is not None)
+    step = fake_step(workload, place, loop=loop)
     if request.wants_layers:
         movable_layers(step)  # so that a model without layers is refused before it is recorded
     return study_of(profile_step(step, place, on_progress=on_progress), request, place, step, **callbacks)
@@ -190,9 +190,7 @@ def _planned(study: Study, budget: Budget) -> Plan:
     started, limits = time.monotonic(), study.request.limits
     if limits.time_s is None:
         limits = dataclasses.replace(limits, time_s=study.how.patience_s)
-    settings = None
-    if study.how.compiler is None:
-        settings = assumed_settings(study.profile.target, study.request.allocator)
+    settings = assumed_settings(study.profile.target, study.request.allocator)
 
     def within(limit_bytes: int) -> BestPlan:
         return fastest(study, limit_bytes, limits.left(started))

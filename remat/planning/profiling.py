@@ -25,16 +25,11 @@ from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
 
-def fake_step(
-    workload: Workload, place: PlanningDevice, *, loop: TrainingLoop | None = None, compiled: bool = False
-) -> FakeStep:
-    """Make the workload's step on fake tensors that pretend to be on `place`.
-
-    `compiled` says that training will compile it.
-    """
+def fake_step(workload: Workload, place: PlanningDevice, *, loop: TrainingLoop | None = None) -> FakeStep:
+    """Make the workload's step on fake tensors that pretend to be on `place`."""
     device = place.device or torch.device("cpu")
     if not place.substituted:
-        return FakeStep(workload, device=device, loop=loop, compiled=compiled)
+        return FakeStep(workload, device=device, loop=loop)
     from remat.cuda_kernels.attention import cudnn_attention_of
     from remat.cuda_kernels.autocast import weight_cast_cache
     from remat.cuda_kernels.substitute import Untraced, substitute
@@ -51,7 +46,6 @@ def fake_step(
             kernels=functools.partial(Untraced, cudnn_attention=cudnn),
             capability=divmod(place.target.capability, 10),
         ),
-        compiled=compiled,
     )
 
 

@@ -98,10 +98,8 @@ class PlanRequest:
     """The options of a plan that do not depend on the step.
 
     budget, headroom  see `parse_budget`; None if the caller tries budgets itself
-    execution    how the step will run: "eager"; "modules" for regions that are whole modules, as FSDP2 needs them;
-                 "inductor" or "aot_eager" for a step that is compiled on this machine
-    depth        maximum nesting of regions, by default the execution's; 1 for an eager plan that `torch.compile` can
-                 keep, which leaves losses whole
+    execution    how the step will run: "eager", or "modules" for regions that are whole modules, as FSDP2 needs them
+    depth        maximum nesting of regions, by default the execution's
     numerics     allowed changes of numbers. "bitwise": nothing; losses and MLPs stay whole.
                  "sums": losses and MLPs may run in slices; gradients of weights in them are summed in another order.
                  "rounding": groups of pointwise and reducing nodes are compiled by themselves too (`fusion/`), which
@@ -139,8 +137,8 @@ class PlanRequest:
 
     @property
     def cuts(self) -> bool:
-        """Whether losses and MLPs may be chunked. Not at depth 1: `torch.compile` runs no slices."""
-        return self.numerics != BITWISE and self.depth != 1
+        """Whether losses and MLPs may be chunked."""
+        return self.numerics != BITWISE
 
     @property
     def fuses(self) -> bool:
@@ -162,7 +160,6 @@ class PlanRequest:
         loop       as `self.loop` returned it
         has_model  whether there is a model, not a profile alone
         """
-        self.how.require(place if has_model else None, loop)
         self.limit(place)
         self.link(place, loop)
         self.require_of(loop, has_model=has_model)
@@ -187,7 +184,7 @@ class PlanRequest:
             return None
         target = place.target
         shares_of = step_bytes if step_bytes is not None else target.memory_bytes
-        simulated = usable_bytes(place) if self.budget == "auto" and self.how.compiler is None else None
+        simulated = usable_bytes(place) if self.budget == "auto" else None
         of_step = shares_of if is_share_of_step(self.budget) else None
         return parse_budget(self.budget, self.headroom, target.memory_bytes, simulated, of_step)
 

@@ -7,7 +7,6 @@ budget that is asked for next (`Execution.next_budget`).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from remat.errors import NoPlanInTime
 from remat.evaluation.evaluator import Curve, Memory
 from remat.evaluation.form import form_of
 from remat.evaluation.plan import Offload, Region, to_refs
-from remat.execution.base import Execution, Try
+from remat.execution.base import MOST_TRIES, Execution, Try
 from remat.formulation import check
 from remat.formulation.problem import Problem
 from remat.formulation.solution import NONE_NEEDED, Limits, Solution
@@ -48,7 +47,7 @@ class Judge:
         key = regions, offloads
         if key not in self._peaks:
             if self.on_replay is not None:
-                self.on_replay(len(self._peaks) + 1, self.execution.most_tries)
+                self.on_replay(len(self._peaks) + 1, MOST_TRIES)
             self._peaks[key] = self._replayed(problem, regions, offloads)
         return self._peaks[key]
 
@@ -106,7 +105,6 @@ def search(
     if judge is not None:  # `below_us` was meant for plans that are not replayed
         limits = dataclasses.replace(limits, below_us=math.inf)
     started, share = time.monotonic(), 1.0 if execution.runs_as_evaluated or judge is None else 0.5
-    least_bytes = functools.cache(lambda: least_peak(problem, limits.left(started, share)).peak_bytes)
     trivial = None
     if may_need_none:
         trivial = execution.trivial(problem, None if judge is None else lambda: judge.peak(problem, ()))
@@ -115,7 +113,7 @@ def search(
     tries: list[Try] = []
     replayed: list[Solution] = []
     first: Solution | None = None
-    asked = problem.budget_bytes if judge is None else execution.first_budget(problem, least_bytes)
+    asked = problem.budget_bytes
     while True:
         at = problem if asked == problem.budget_bytes else problem.with_budget(asked)
         found = trivial if trivial is not None and first is None else solve(at, limits.left(started, share))
@@ -128,8 +126,8 @@ def search(
             return found
         replayed.append(as_it_runs(problem, found, judge))
         tries.append(Try(asked, _evaluated(problem, found), replayed[-1].replayed_bytes or 0))
-        following = execution.next_budget(problem, tries, least_bytes)
-        if following is None or len(tries) == execution.most_tries or found.interrupted:
+        following = execution.next_budget(problem, tries)
+        if following is None or len(tries) == MOST_TRIES or found.interrupted:
             break
         asked = following
     if not replayed:
@@ -139,8 +137,6 @@ def search(
         nearest = min(replayed, key=lambda each: each.replayed_bytes or 0)
         return dataclasses.replace(nearest, status="unknown", bound_us=first.bound_us)
     best = min(kept, key=lambda each: each.objective_us)
-    if not execution.bound_carries:
-        return dataclasses.replace(best, status="feasible", bound_us=0.0)
     status = best.status if len(tries) == 1 else "feasible"
     return dataclasses.replace(best, status=status, bound_us=min(first.bound_us, best.objective_us))
 

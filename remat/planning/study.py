@@ -110,7 +110,7 @@ class Study:
         if link is not None:
             require_offloads(self.how, loop)
         self.how.require_step(profile.graph)
-        self.profile = self.how.price(profile)
+        self.profile = profile
         self.captured = StepForm(CAPTURED, self.profile, 0.0)
         self.on_form = on_form or (lambda form: None)
         self._space, self._replays, self._on_replay = space, replays, on_replay
@@ -154,9 +154,7 @@ class Study:
         return max(self.device_time_us, self.host_time_us(self.captured))
 
     def host_time_us(self, at: StepForm, regions: Sequence[Region] = (), micro_batches: int = 1) -> float:
-        """Return the time to launch a form's kernels from Python; 0 if unknown, or if a compiler launches them."""
-        if not self.how.launches:
-            return 0.0
+        """Return the time to launch a form's kernels from Python; 0 if unknown."""
         return at.profile.host_time_us(self.problem(at, 0).memory, regions, micro_batches)
 
     def within(self, budget: Budget) -> Study:
@@ -216,11 +214,9 @@ class Study:
             self._posed[at] = self.how.pose(at.profile, space, budget_bytes, self.link, like=captured)
         return self._posed[at].with_budget(budget_bytes)
 
-    def without_checkpointing(self, budget_bytes: int, *, judged: bool) -> dict[str, Any]:
-        """Return peak and time of the step without a plan, compiled where the execution compiles."""
-        problem = self.problem(self.captured, budget_bytes)
-        judge = self.judge(self.captured) if judged else None
-        peak_bytes = self.how.without_plan(problem, None if judge is None else lambda: judge.peak(problem, ()))
+    def without_checkpointing(self) -> dict[str, Any]:
+        """Return peak and time of the step without a plan."""
+        peak_bytes = self.problem(self.captured, 0).memory.peak_without_checkpointing
         return {"peak_bytes": peak_bytes, "step_time_us": self.step_time_us}
 
     def peak_bytes(self, found: FoundPlan) -> int:

@@ -222,7 +222,7 @@ def sweep_study(
     curve, others = _with_bounds(_monotone(trace.curve)), trace.others
     if study.step is not None and not study.how.runs_as_evaluated:
         curve, others = _falling(trace.replayed(curve)), trace.replayed(others)
-    heading = Heading.fields_of(study, 0, judged=False)
+    heading = Heading.fields_of(study)
     heading["without_checkpointing"]["step_time_us"] = study.device_time_us
     return Sweep(
         points=tuple(map(trace.point, curve)),
@@ -413,7 +413,7 @@ class _Trace:
 
     def _bound_us(self, budget: int, solved: _Solved, found: Sequence[_Solved]) -> float:
         """Return the bound that is proved for plans that keep `budget` as they run. (Rule 2)"""
-        if not self._study.how.bound_carries or solved.strategy not in EXACT:
+        if solved.strategy not in EXACT:
             return 0.0
         bounds = (other.bound_us for other in found if other.budget_bytes >= budget)
         return min(max(bounds, default=0.0), solved.price_us)
@@ -423,7 +423,7 @@ class _Trace:
         sizes, form = at.profile.graph.storages.size_bytes, at.form
         again_us = self._recompute_us(at, solution.regions)
         added_us = again_us + solution.stall_us + at.extra_us
-        proves = solved.strategy in EXACT and self._study.how.bound_carries
+        proves = solved.strategy in EXACT
         gap = self._gap(solved)
         status = solution.status
         if solved.strategy == CURVE:

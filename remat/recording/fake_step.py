@@ -142,7 +142,6 @@ class FakeStep:
     recompute_context  context of forward and recomputations if kernels are substituted: the emulated cache of weight
                casts
     elsewhere  the device whose kernels run and for which the forward is captured, if that is not `device`
-    compiled       whether training will compile the step, so that it tells code that it is being traced
     trails         of the captured forwards that ran so far under the same answers
     early          how the first steps differ; known once one has run
     held_numbers   values of the model's counters at the beginning of a step, so that no new value is traced anew
@@ -160,7 +159,6 @@ class FakeStep:
         prepare: Callable[[fx.GraphModule], None] | None = None,
         recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
         elsewhere: Elsewhere | None = None,
-        compiled: bool = False,
     ):
         self.workload = workload
         self.device = device
@@ -192,7 +190,7 @@ class FakeStep:
         self.trails: list[Trail] = []
         self.evaluates = False
         self.known_functions = known_functions(self.model)
-        self.capture_anew(None if compiled else Answers())
+        self.capture_anew(Answers())
         self._kernels_of = (device if elsewhere is None else elsewhere.device).type
         self._repeated = RepeatedStep(trainable(self.model), device)
         self.finish = Finish(self.loop, self.model, AnyOptimizer(None, ()), self._repeated)

@@ -207,7 +207,7 @@ def least_added(plan: Plan) -> float | None:
     """Return the proved lower bound on the share of the step that a plan adds; None if there is none."""
     step_us = plan.predicted.get("device_us", plan.without_checkpointing["step_time_us"])
     bound_us = plan.solver.get("bound_us")
-    if not step_us or not bound_us or plan.execution in ("inductor", "aot_eager"):
+    if not step_us or not bound_us:
         return None
     return float(bound_us) / float(step_us)
 

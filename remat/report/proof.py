@@ -15,7 +15,6 @@ from remat.report.material import Material
 from remat.units import GIB, gib, ms
 
 NEAR = 0.01  # of the peak: moments as high as that count as limiting
-COMPILED = ("inductor", "aot_eager")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +42,12 @@ def proof_of(material: Material) -> tuple[Fact, ...]:
 
 def _proof(material: Material, plan: Plan) -> Iterator[Fact]:
     solver = plan.solver
-    if plan.execution in COMPILED:
-        yield Fact("verdict", "the best of those replayed", f"compiled by {plan.execution}; no bound holds")
-    elif solver["status"] == "optimal":
+    if solver["status"] == "optimal":
         yield Fact("verdict", "proved optimal", "no plan of the space below takes less time within the budget")
     else:
         yield Fact("verdict", "the best plan found", "not proved optimal: a longer search may find or prove more")
-    if plan.execution not in COMPILED:
-        yield Fact("bound", ms(abs(solver["bound_us"])), _bound(plan))
-        yield Fact("gap", f"{100 * solver['gap']:.2f} %", "of what the plan adds may be avoidable, and no more")
+    yield Fact("bound", ms(abs(solver["bound_us"])), _bound(plan))
+    yield Fact("gap", f"{100 * solver['gap']:.2f} %", "of what the plan adds may be avoidable, and no more")
     yield Fact("solver", str(solver["name"]), f"{solver['wall_s']:.1f} s")
     yield Fact("space", *_space(plan))
     yield Fact("peak judged by", *_judge(plan))
@@ -131,7 +127,7 @@ def _of_plan(material: Material, plan: Plan) -> Iterator[NextStep]:
     if not form.fused and plan.execution == "eager":
         gain = "often less memory and less time; not computed here"
         yield NextStep("Pointwise and reducing nodes compiled in groups", gain, "remat plan --fuse")
-    if solver["status"] != "optimal" and plan.execution not in COMPILED and solver["gap"] > 0:
+    if solver["status"] != "optimal" and solver["gap"] > 0:
         at_most = solver["objective_us"] - solver["bound_us"]
         share = at_most / (plan.without_checkpointing["step_time_us"] or 1.0)
         gain = f"at most {ms(at_most)}, {100 * share:.2f} % of the step"
@@ -193,8 +189,7 @@ def _validated(found: Mapping[str, Any]) -> Iterator[Fact]:
         "gradients", "equal" if found["gradients_equal"] else "DIFFERENT", how if found["gradients_equal"] else ""
     )
     nodes = found["recomputed_nodes"]
-    seen = "not seen (compiled)" if nodes["observed"] is None else str(nodes["observed"])
-    yield Fact("nodes recomputed", seen, f"{nodes['planned']} planned")
+    yield Fact("nodes recomputed", str(nodes["observed"]), f"{nodes['planned']} planned")
 
 
 def compared(comparison: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:

@@ -9,7 +9,6 @@ from typing import Any
 from remat import shown
 from remat.units import gib, ms
 
-NOT_SEEN = "not seen (compiled)"
 MOST_NEAR = 6  # parameters shown
 
 
@@ -112,7 +111,7 @@ class Report:
             (name, gib(limit_bytes), "kept" if self.within_budget else "EXCEEDED"),
             ("loss", _verdict(self.loss_equal), ""),
             ("gradients", _verdict(self.gradients_equal), f"largest error {self.max_gradient_error:.3g}"),
-            ("nodes recomputed", _seen(nodes["observed"]), f"{nodes['planned']} planned"),
+            ("nodes recomputed", str(nodes["observed"]), f"{nodes['planned']} planned"),
         ]
         verdict = "passed" if self.passed else "FAILED"
         title = f"{self.workload} on {self.device}, batch size {self.batch_size}: {verdict}"
@@ -138,9 +137,9 @@ class Report:
             f"  loss       {_verdict(self.loss_equal)}",
             f"  gradients  {_verdict(self.gradients_equal)}, largest error {self.max_gradient_error:.3g}",
             *_near_rows({**self.gradients_near, **self.groups_near}),
-            f"  nodes      {_seen(nodes['observed'])} recomputed, {nodes['planned']} planned",
+            f"  nodes      {nodes['observed']} recomputed, {nodes['planned']} planned",
             *_offload_rows(self.offloads),
-            f"  kernels    {NOT_SEEN if nodes['observed'] is None else _verdict(self.kernels_equal)}",
+            f"  kernels    {_verdict(self.kernels_equal)}",
             *(f"    {difference}" for difference in self.kernel_differences),
             *(f"  note: {note}" for note in self.notes),
             "passed" if self.passed else "FAILED",
@@ -174,10 +173,6 @@ def _offload_rows(counts: dict[str, int]) -> list[str]:
     if not counts:
         return []
     return [f"  offloads   {counts['out']} to the host, {counts['back']} back, {counts['planned']} planned"]
-
-
-def _seen(count: int | None) -> str:
-    return NOT_SEEN if count is None else str(count)
 
 
 def _verdict(equal: bool) -> str:

@@ -75,7 +75,6 @@ class Training:
         seed_all(seed)
         with torch.device(device):
             self.model = workload.build().to(device).train()
-        self._called: nn.Module = self.model
         self._libraries_keep = False  # workspaces, from the first step on
         self._state = ModelState(self.model, step=workload.step)
         self._cacheless: list[Any] = []  # configurations that say so until the end
@@ -88,10 +87,6 @@ class Training:
         if layers := self.loop.weights_on_host:
             offload_weights(self.model, layers)
         apply(self.model, plan, verify_first_step=False)  # validation compares more
-
-    def call_as(self, prepare: Callable[[nn.Module], nn.Module]) -> None:
-        """Let steps call the module that `prepare` makes of the model (`Execution.prepare`)."""
-        self._called = prepare(self.model)
 
     def set_batch(self, batch_size: int, seed: int) -> None:
         seed_all(seed)
@@ -169,7 +164,7 @@ class Training:
     def forward_and_backward(self) -> torch.Tensor:
         holding = self.held_outputs.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
         with autocast_context(self.device, self.workload.autocast), holding:
-            loss = self.workload.step(self._called, self.batch)
+            loss = self.workload.step(self.model, self.batch)
         loss.backward()
         self._libraries_keep = True
         return loss.detach()

@@ -119,7 +119,6 @@ def validate(
     how = executions.load(plan.execution)
     place = _place(device)
     assert place.device is not None
-    how.require(place, TrainingLoop.of(plan.about))
     with undisturbed(place.device):
         sizes = _Sizes(workload, plan, place, how)
         planned_step = sizes.largest(sizes.planned_load)
@@ -174,8 +173,7 @@ class _Sizes:
     def at(self, batch_size: int) -> _Recorded:
         if batch_size not in self._known:
             workload = self._workload.sized(batch_size)
-            compiled = self._how.compiler is not None
-            step = fake_step(workload, self._place, loop=TrainingLoop.of(self._plan.about), compiled=compiled)
+            step = fake_step(workload, self._place, loop=TrainingLoop.of(self._plan.about))
             step.form = form_of(self._plan.about)
             graph = record(step, alignment_bytes=self._place.target.alignment_bytes)
             regions = _found(self._plan, graph)
@@ -292,8 +290,6 @@ def _predict(recorded: _Recorded, place: PlanningDevice, on_progress: Progress |
     offloads = to_offload_refs(memory, recorded.regions, recorded.offloads)
     peak = int(recorded.how.replay(recorded.step, graph, recorded.refs, offloads=offloads, **options).max())
     untouched = memory.peak_without_checkpointing
-    if recorded.how.compiler is not None:
-        untouched = int(recorded.how.replay(recorded.step, graph, (), **options).max())
     step_us = costs.step_time_us(graph)
     again_us = memory.recompute_time_us(recorded.regions, costs.per_op_us(graph))
     return _Prediction(
@@ -325,8 +321,8 @@ class _FirstStep:
     kernels: list[str]
 
 
-def _first_step(training: Training, kernels: KernelLog | None) -> _FirstStep:
-    """Run a first step; `kernels` is None for a compiled step, whose kernels cannot be logged one by one."""
+def _first_step(training: Training, kernels: KernelLog | None = None) -> _FirstStep:
+    """Run a first step, and log its kernels."""
     with kernels or contextlib.nullcontext():
         loss, gradients = training.gradients_of(training.forward_and_backward)
     return _FirstStep(on_host(loss), gradients, kernels.found if kernels else [])
@@ -375,18 +371,13 @@ class _Comparison:
     near: dict[str, float]
     groups: dict[str, float]
     too_far: list[str]
-    observed_nodes: int | None
+    observed_nodes: int
     offloads: dict[str, int]
     differences: tuple[str, ...]
 
 
-def _observed_nodes(counts: Counts, recorded: _Recorded) -> int | None:
-    """Count the nodes that ran again. Modules count whole, less the nodes that early stop leaves out.
-
-    None if that is unknown: for compiled regions, of which at least one must have run.
-    """
-    if recorded.how.compiler is not None:
-        return None if counts.regions or not recorded.regions else 0
+def _observed_nodes(counts: Counts, recorded: _Recorded) -> int:
+    """Count the nodes that ran again. Modules count whole, less the nodes that early stop leaves out."""
     if not isinstance(counts, ModuleCounts):
         return counts.recomputed_nodes
     memory = Memory(recorded.graph)
@@ -544,8 +535,7 @@ class _Validation:
 
     def _untouched(self, training: Training) -> tuple[_FirstStep, dict[str, int] | None]:
         training.begin_again()
-        training.call_as(self.how.prepare)
-        found = _first_step(training, self._log())
+        found = _first_step(training, KernelLog())
         if not self.fits:
             return found, None
         training.finish()
@@ -561,7 +551,7 @@ class _Validation:
         elif form.rows:
             kernels_expected = self._kernels_unrecomputed(training)
         self._apply(training, self.plan.regions)
-        kernels = self._log()
+        kernels = KernelLog()
         unseen = kernels.paused if kernels else contextlib.nullcontext
         sums, groups = SumsSeen(training.model, unseen), GroupsSeen(unseen)
         if kernels is None:
@@ -624,12 +614,11 @@ class _Validation:
         about = without_sizes(self.plan.about)
         plan = dataclasses.replace(self.plan, about=about, regions=regions)
         training.apply(plan)  # a larger batch was chosen on purpose
-        training.call_as(self.how.prepare)
 
     def _first_unrecomputed(self, training: Training) -> _FirstStep:
         """Run the first step in the plan's form without recomputation."""
         self._apply(training, ())
-        kernels = self._log()
+        kernels = KernelLog()
         if kernels is not None:
             planned_forward(training.model).watch(observe=False, recompute_context=kernels.paused)
         found = _first_step(training, kernels)
@@ -673,10 +662,6 @@ class _Validation:
     def _runs_other_kernels(self) -> bool:
         return self._is_own_checkpointing or self._is_of_padded_passes
 
-    def _log(self) -> KernelLog | None:
-        """Return a log of the step's kernels; None for a compiled step, whose kernels cannot be seen."""
-        return KernelLog() if self.how.compiler is None else None
-
     def _against_noise(
         self, training: Training, expected: _FirstStep, distance: _Distance, summed: set[str]
     ) -> _Distance:
@@ -687,15 +672,13 @@ class _Validation:
         planned = planned_forward(training.model)
         remove(training.model)
         training.begin_again()
-        training.call_as(self.how.prepare)
         names = [name for name, p in training.model.named_parameters() if p.requires_grad]
-        again = _first_step(training, None).gradients
+        again = _first_step(training).gradients
         again = [None if name in summed else gradient for name, gradient in zip(names, again, strict=True)]
         noise = _distance(expected.gradients, again)
         training.finish()
         training.model.forward = planned
         planned.install()
-        training.call_as(self.how.prepare)
         if noise.equal:
             return distance
         self.notes.append(

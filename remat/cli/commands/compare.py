@@ -130,7 +130,7 @@ class CompareScreen:
 
         found = self.comparison
         plain = found.without_checkpointing
-        yield Text(heading(found.about, found.target, found.costs, found.execution) + "\n")
+        yield Text(heading(found.about, found.target, found.costs) + "\n")
         yield Text(
             aligned(
                 [

@@ -280,11 +280,10 @@ class RequestOptions:
         _option(
             panel=EXPERT,
             show_default="eager",
-            help="eager; modules: whole modules as regions, for FSDP2; inductor, aot_eager: torch.compile here.",
+            help="eager; modules: whole modules as regions, for FSDP2.",
         ),
     ] = None
     regions: Annotated[str | None, _option(hidden=True, help="Now --execution.")] = None
-    compiler: Annotated[str | None, _option(hidden=True, help="Now --execution.")] = None
     depth: Annotated[
         int | None,
         _option(
@@ -292,7 +291,7 @@ class RequestOptions:
             min=1,
             max=2,
             show_default="the most that the execution allows",
-            help="Nesting depth of regions; 1 for an eager plan that torch.compile can keep.",
+            help="Nesting depth of regions.",
         ),
     ] = None
     numerics: Annotated[
@@ -319,21 +318,18 @@ class RequestOptions:
     def __post_init__(self) -> None:
         if self.time_limit is not None and not 0 < self.time_limit < math.inf:
             raise UsageError(f"--time-limit {self.time_limit} is not a positive number of seconds.")
-        from remat.execution.executions import NAMES
+        from remat.execution.executions import require_known
 
         if self.regions not in (None, "nodes", "modules"):
             raise UsageError(f"--regions is nodes or modules, not {self.regions!r}; or use --execution.")
         if len(self._given) > 1:
-            raise UsageError(
-                f"--execution, --regions and --compiler say the same: {' and '.join(self._given)}; use one."
-            )
-        if self._name not in NAMES:
-            raise UsageError(f"there is no execution {self._name!r}; choose {', '.join(NAMES)}.")
+            raise UsageError(f"--execution and --regions say the same: {' and '.join(self._given)}; use one.")
+        require_known(self._name)
 
     @property
     def _given(self) -> list[str]:
         modules = "modules" if self.regions == "modules" else None
-        return [name for name in (self.execution, modules, self.compiler) if name]
+        return [name for name in (self.execution, modules) if name]
 
     @property
     def _name(self) -> str:

@@ -109,7 +109,6 @@ def menu_text(plan: Plan) -> str:
 
 def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
     from remat.cli.screen import plan_text
-    from remat.execution.executions import load
 
     data = {
         "model": plan.about["workload"],
@@ -134,8 +133,6 @@ def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
     if not any(each.offload for each in plan.alternatives):
         notes.append("--menu compares others: bitwise gradients, fused kernels, activation offloading")
     notes += [f"wrote {path}", f"next: remat validate {path}"]
-    if compiler := load(plan.execution).compiler:
-        notes.append(f'in training: torch.compile(remat.apply(model, "{path}"), backend="{compiler}")')
     if plan.solver.get("interrupted"):
         notes.append("interrupted: this is the best plan so far; more time may find or prove a better one")
     return Answer(data, "\n\n".join([plan_text(plan), *menu, "\n".join(notes)]))

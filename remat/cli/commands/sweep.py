@@ -95,7 +95,7 @@ class SweepScreen:
         from remat.cli.screen import aligned, columns, heading
 
         found, plain = self.sweep, self.sweep.without_checkpointing
-        yield Text(heading(found.about, found.target, found.costs, found.execution) + "\n")
+        yield Text(heading(found.about, found.target, found.costs) + "\n")
         without = ("without checkpointing", gib(plain["peak_bytes"]), f"{ms(plain['step_time_us'])} a step")
         yield Text(aligned([without]) + "\n")
         unit = gib(plain["peak_bytes"]).split()[1]

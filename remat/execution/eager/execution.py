@@ -23,7 +23,6 @@ from remat.recording.fake_step import FakeStep
 class EagerExecution(Execution):
     name = "eager"
     runs_as_evaluated = True
-    launches = True
     runs_forms = True
     runs_offloads = True
 

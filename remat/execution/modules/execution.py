@@ -28,7 +28,6 @@ from remat.recording.fake_step import FakeStep
 
 class ModulesExecution(Execution):
     name = "modules"
-    launches = True
     patience_s = 30.0  # half of it for the first plan: a proof may take long (the note on regions of modules)
 
     def require_step(self, graph: Graph) -> None:
@@ -60,8 +59,8 @@ class ModulesExecution(Execution):
         needed = problem.memory.peak_without_checkpointing if replayed is None else replayed()
         return Solution(NONE_NEEDED, "optimal", replayed_bytes=needed) if needed <= problem.budget_bytes else None
 
-    def next_budget(self, problem: Problem, tries: Sequence[Try], least_bytes: Callable[[], int]) -> int | None:
-        lowered = super().next_budget(problem, tries, least_bytes)
+    def next_budget(self, problem: Problem, tries: Sequence[Try]) -> int | None:
+        lowered = super().next_budget(problem, tries)
         more = tries[-1].peak_bytes - tries[-1].evaluator_bytes
         return None if lowered is None else min(problem.budget_bytes - more, lowered)
 

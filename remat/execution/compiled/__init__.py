@@ -1,1 +1,0 @@
-"""Captured graphs whose regions are tags for a compiler: Inductor, or AOTAutograd alone."""
