@@ -49,7 +49,7 @@ def main(*names: str) -> None:
         for target in TARGETS:
             place = find_planning_device(target)
             profile = profile_step(fake_step(build(model), place), place)
-            for row in cells(execution.price(profile), execution):
+            for row in cells(profile, execution):
                 rows.append({"model": model, "target": target, **row})
                 print({name: rows[-1][name] for name in COLUMNS}, flush=True)
                 report.write(path, {**about, **summary(rows)}, rows, COLUMNS)

@@ -7,7 +7,6 @@ from typing import Unpack
 
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
-from remat.execution.base import Execution
 from remat.execution.executions import load
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
@@ -101,8 +100,7 @@ def fit_all(
 
 def forms_of(step: FakeStep, profile: Profile, choice: FormChoice | None = None) -> StepForms:
     """The forms of a step that runs eagerly."""
-    how: Execution = load("eager")
-    return StepForms(how, step, how.price(profile), choice)
+    return StepForms(load("eager"), step, profile, choice)
 
 
 def changing(solve: Solver, change: Callable[[Solution, int], Solution]) -> Solver:

@@ -143,13 +143,6 @@ def test_a_model_that_logs_is_one_graph_and_dynamo_can_write_its_settings_to_its
     assert "warning" in json.loads(json.dumps(found)) and not isinstance(found, set)  # which torch 2.11 sorts
 
 
-def test_a_step_that_will_be_compiled_takes_the_traced_branch() -> None:
-    from remat.recording.recorder import record
-
-    graph = record(FakeStep(workload_of(lambda: Branches(is_torchdynamo_compiling)), device=CPU, compiled=True))
-    assert "add" not in {node.op for node in graph.nodes} and graph.about["traced_branches"] is None
-
-
 def test_a_branch_that_cannot_be_traced_is_named_by_the_plan_and_caught_by_validation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:

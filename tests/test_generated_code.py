@@ -26,7 +26,8 @@ def needs() -> Halves:
     given = [torch.randn(ROWS, WIDTH, requires_grad=True), torch.randn(WIDTH, WIDTH, requires_grad=True)]
     joint = joint_of(lambda x, weight: ((x.sin().exp().cos() @ weight).square().sum(),), given)
     inputs = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
-    return halves(*min_cut(joint, inputs, num_fwd_outputs=1), 1)
+    forward, backward = min_cut(joint, inputs, num_fwd_outputs=1)
+    return halves(forward, backward, 1)
 
 
 def test_fused_values_take_nothing_and_saved_ones_are_kept() -> None:
