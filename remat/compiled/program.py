@@ -2,23 +2,27 @@
 
 Data       values v in the order of the forward, stages t of backward
            w[v] bytes of a value, w'[v] if it is made again; c[v] traffic if it is saved, p[v] time to make it again,
-           h[v] more if it fuses and is held
+           h[v] more if it fuses and is held for a later stage
            first[v], last[v] stages that read it; b[t] what backward itself has; f, g[t] what compiled code has beside
 Variables  s[v] = 1    v is saved
            r[v,t] = 1  v has been made again in stage t or before it
-Minimise   sum c[v] s[v] + p[v] r[v, due[v]] + h[v] r[v, last[v] - 1]                          (1)
+           x[v] = 1    v fuses, is made again, and is held
+Minimise   sum c[v] s[v] + p[v] r[v, due[v]] + h[v] x[v]                                       (1)
 s.t.       s[v] + r[v, first[v]] >= 1                     where backward reads v               (2)
            r[v,t] <= s[u] + r[u,t]                        for every input u of v               (3)
            r[v,t] <= r[v,t+1]                                                                  (4)
            k + sum w[v] s[v] + f <= M                           as forward ends                      (5)
            k + sum w[v] s[v] + w'[v] r[v,t] + b[t] + g[t] <= M  over v that is read in t or later    (6)
+           r[v,t] <= sum r[u,t]     over u made of v, in stages before backward reads v        (7)
+           x[v] >= r[v, last[v]-1]                        where backward reads v               (8)
+           x[v] >= r[v,t] - r[u,t] + r[u, due[u]] - 1     for every u made of v                (9)
 
 k is what other runs of the graph have saved: (uses - 1) times the sum in (5).
 
 A value that is made again is made once, when it is first needed, and stays until it was last needed: so does torch's
 partitioner. One that fuses takes no memory in the stage that needs it last: there (6) has r[v, t-1]. due[v] is the
 stage by which v is made if at all: first[v], or that of the values made of it. The last need that (6) counts is the
-latest that any choice can bring about; the last that (1) counts is backward's own.
+latest that any choice can bring about.
 
 `judged` is the same in plain words, for one choice: what is made again and when, its price and its peaks. Choices of
 any origin are compared by it. r[v,t] is left out where t is long before due[v], so that there are `VARIABLES` of them:
@@ -40,7 +44,8 @@ from remat.compiled.joint import Joint
 
 VARIABLES = 30_000  # the most of r
 _LAST = 1 << 30  # a stage after all others
-_UNITS = 1 << 20  # bytes and times are whole multiples of so small a part of the largest sum
+_UNITS = 1 << 20  # bytes are whole multiples of so small a part of the largest sum, rounded up
+_PRICES = 1 << 24  # and prices of this one, rounded down: so the bound holds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +169,7 @@ def solve(
     start: Collection[str] = (),
     least: bool = False,
     gap: float = 0.005,
-    effort: float = 10.0,
+    effort: float = 30.0,
     time_s: float = 120.0,
 ) -> Solved:
     """Find the cheapest choice whose forward and backward need at most `most_bytes`. Needs OR-tools.
@@ -188,7 +193,7 @@ def solve(
     status = solver.solve(program.model)
     if status == cp_model.INFEASIBLE:
         return Solved(None, math.inf)
-    bound = 0.0 if least else max(solver.best_objective_bound - program.rounded, 0.0) / program.scale
+    bound = 0.0 if least else max(solver.best_objective_bound, 0.0) / program.scale
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Solved(None, bound)
     pairs = zip(program.s, joint.values, strict=True)
@@ -208,6 +213,10 @@ class _Program:
             {t: new("") for t in range(span.begin, span.due + 1)} if span and value.can_remake else {}
             for value, span in pairs
         ]
+        self.made_of: list[list[int]] = [[] for _ in joint.values]
+        for v, value in enumerate(joint.values):
+            for u in value.inputs:
+                self.made_of[u].append(v)
         for v, value in enumerate(joint.values):
             if value.first is not None:
                 self.model.add_bool_or(self._there(v, value.first))  # (2)
@@ -216,6 +225,32 @@ class _Program:
                     self.model.add_bool_or([made.negated(), *self._there(u, t)])  # (3)
                 if t + 1 in self.r[v]:
                     self.model.add_implication(made, self.r[v][t + 1])  # (4)
+                if value.first is None or t < value.first:
+                    self.model.add_bool_or([made.negated(), *self._each_made(self.made_of[v], t)])  # (7)
+        self.x = [self._held_at_all(v) if value.fuses else None for v, value in enumerate(joint.values)]
+
+    def _held_at_all(self, v: int) -> Any:
+        """Return the variable x[v], with (8) and (9); None if v is never held."""
+        last = self.joint.values[v].last
+        alone = None if last is None else self._made(v, last - 1)
+        later = [
+            [made.negated(), *self._each_made([u], t), self._made(u, _LAST).negated()]
+            for u in self.made_of[v]
+            for t, made in self.r[v].items()
+            if (last is None or t >= last) and self.r[u] and t < self.spans[u].due  # type: ignore[union-attr]
+        ]
+        if not later:
+            return alone
+        held = self.model.new_bool_var("")
+        if alone is not None:
+            self.model.add_implication(alone, held)  # (8)
+        for unless in later:
+            self.model.add_bool_or([held, *unless])  # (9)
+        return held
+
+    def _each_made(self, values: Sequence[int], t: int) -> list[Any]:
+        """List the variables of values that may have been made again by stage t."""
+        return [made for v in values if (made := self._made(v, t)) is not None]
 
     def begin_with(self, saved: Collection[str]) -> None:
         """Give the solver a choice to begin with."""
@@ -269,10 +304,8 @@ class _Program:
         values = self.joint.values
         costs = [(each, v.save_us) for each, v in zip(self.s, values, strict=True) if each is not None]
         costs += [(made, v.remake_us) for i, v in enumerate(values) if (made := self._made(i, _LAST)) is not None]
-        lasts = [(i, v.last - 1) for i, v in enumerate(values) if v.fuses and v.last is not None]
-        costs += [(held, values[i].held_us) for i, t in lasts if (held := self._made(i, t)) is not None]
-        self.scale = _UNITS / max(sum(cost for _, cost in costs), 1e-9)
-        self.rounded = len(costs) / 2  # the most that rounding adds
+        costs += [(held, v.held_us) for held, v in zip(self.x, values, strict=True) if held is not None]
+        self.scale = _PRICES / max(sum(cost for _, cost in costs), 1e-9)
         terms = [each for each, _ in costs]
-        price = cp_model.LinearExpr.weighted_sum(terms, [round(cost * self.scale) for _, cost in costs])
+        price = cp_model.LinearExpr.weighted_sum(terms, [int(cost * self.scale) for _, cost in costs])
         self.model.minimize(self.most if least else price)
