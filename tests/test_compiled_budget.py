@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
 
@@ -502,7 +504,7 @@ def test_backward_decides_as_forward_did(
 
 
 def value(name: str, size: int, inputs: tuple[int, ...], stage: int | None, **changed: Any) -> Value:
-    made = Value(name, size, 0.0, 1.0, size, False, 0.0, inputs, stage, stage, can_save=True, can_remake=True)
+    made = Value(name, size, 0.0, 1.0, False, 0.0, inputs, stage, stage, can_save=True, can_remake=True)
     return dataclasses.replace(made, **changed)
 
 
@@ -537,26 +539,51 @@ def subsets(joint: Joint) -> Iterator[frozenset[str]]:
         yield from map(frozenset, itertools.combinations(names, count))
 
 
-@pytest.mark.parametrize("budget", [4, 5, 8, 9, 12, 13])
-def test_the_program_finds_what_trying_every_choice_finds(budget: int) -> None:
-    wide = (
-        value("a", 3, (), 3),
-        value("b", 5, (0,), 2, save_us=0.5),
-        value("c", 2, (1,), None),
-        value("d", 4, (0, 2), 1),
-    )
-    fusing = tuple(dataclasses.replace(each, fuses=True, held_us=0.25) for each in CHAIN.values)
-    others = (Joint(wide, (1, 0, 2, 1)), Joint(fusing, (1, 1, 1)))
-    for joint in (CHAIN, dataclasses.replace(CHAIN, uses=2), *others):
-        choices = [judged(joint, saved) for saved in subsets(joint)]
-        fitting = [c.price_us for c in choices if max(c.kept_bytes, *c.alive_bytes) <= budget]
-        answer = solve(joint, budget, gap=0.0)
-        assert (answer.saved is None) == (not fitting)
-        if answer.saved is not None:
-            found = judged(joint, answer.saved)
-            assert max(found.kept_bytes, *found.alive_bytes) <= budget
-            assert found.price_us == pytest.approx(min(fitting))
-            assert answer.bound_us <= found.price_us + 1e-6
+@st.composite
+def tables(draw: st.DrawFn) -> Joint:
+    """Draw a joint graph of a few values and stages."""
+    stages, values = draw(st.integers(2, 4)), list[Value]()
+    for i in range(draw(st.integers(2, 6))):
+        inputs = tuple(sorted(draw(st.sets(st.integers(0, i - 1), max_size=2)))) if i else ()
+        read = sorted(draw(st.sets(st.integers(0, stages - 1), min_size=i == 0, max_size=2)))
+        fuses = len(read) < 2 and draw(st.booleans())
+        values.append(
+            Value(
+                name=f"v{i}",
+                size_bytes=draw(st.integers(1, 9)),
+                save_us=draw(st.sampled_from((0.0, 0.5, 2.0))),
+                remake_us=draw(st.sampled_from((0.25, 1.0, 3.0))),
+                fuses=fuses,
+                held_us=draw(st.sampled_from((0.25, 1.0))) if fuses else 0.0,
+                inputs=inputs,
+                first=read[0] if read else None,
+                last=read[-1] if read else None,
+                can_save=True,
+                can_remake=draw(st.integers(0, 4)) > 0,
+            )
+        )
+    own_bytes = draw(st.lists(st.integers(0, 4), min_size=stages, max_size=stages))
+    return Joint(tuple(values), tuple(own_bytes), draw(st.integers(1, 2)))
+
+
+@settings(max_examples=60)
+@given(tables(), st.floats(0.0, 1.0))
+def test_the_program_finds_what_trying_every_choice_finds(joint: Joint, share: float) -> None:
+    """Its bound holds, and the coarse program's choices keep the budget too."""
+    choices = [judged(joint, saved) for saved in subsets(joint)]
+    peaks = sorted({max(each.kept_bytes, *each.alive_bytes) for each in choices})
+    budget = peaks[round(share * (len(peaks) - 1))]
+    fitting = [each.price_us for each in choices if max(each.kept_bytes, *each.alive_bytes) <= budget]
+    for is_exact in (True, False):
+        answer = solve(joint, budget, gap=0.0, is_exact=is_exact)
+        if answer.saved is None:
+            assert not is_exact
+            continue
+        found = judged(joint, answer.saved)
+        assert max(found.kept_bytes, *found.alive_bytes) <= budget
+        assert not is_exact or found.price_us == pytest.approx(min(fitting), abs=1e-4)
+        assert answer.bound_us <= found.price_us + 1e-9
+    assert solve(joint, peaks[0] - 1).saved is None
 
 
 # Outside the graphs

@@ -54,8 +54,7 @@ class Value:
 
     name         of the node                         size_bytes  of its storage
     save_us      traffic if it is saved              remake_us   time if backward makes it again
-    remade_bytes that it takes in backward if made again
-    fuses        whether it takes them only where it is made before the last stage that needs it
+    fuses        whether it takes bytes, made again, only where it is made before the last stage that needs it
     held_us      its write in that case, beside `remake_us`
     inputs       values that it is made of, by position
     first, last  stages of backward that read it, None where only other values do
@@ -66,7 +65,6 @@ class Value:
     size_bytes: int
     save_us: float
     remake_us: float
-    remade_bytes: int
     fuses: bool
     held_us: float
     inputs: tuple[int, ...]
@@ -159,7 +157,6 @@ class _Builder:
             size_bytes=size,
             save_us=self._traffic_us(size * (1 if is_written else 2)),
             remake_us=self._remake_us(node, is_materialized) if can_remake else 0.0,
-            remade_bytes=size,
             fuses=not is_materialized,
             held_us=0.0 if is_materialized else self._traffic_us(size),
             inputs=tuple(sorted(inputs)),

@@ -5,8 +5,9 @@ torch's partitioner cuts, and all that it does afterwards is its own; only the c
 1. PyTorch's own choice is lowered. Where it fits, it is kept.
 2. Otherwise the program is solved (`program.py`) for a little less than it may need: as much less, or more, as the
    lowered code of the choice before differed from the program's estimate. Its answer, and PyTorch's at every ratio of
-   its memory budget, are ordered by price; the cheapest that should fit is lowered. After `ROUNDS` of this the
-   cheapest that really fits is handed out.
+   its memory budget, are ordered by price; the cheapest that should fit is lowered. After `ROUNDS` of this at most, the
+   exact program is solved once, for the bound. Where its answer is cheaper, that is lowered too. The cheapest that
+   really fits is handed out.
 
 So no choice is handed out whose compiled code exceeds the budget, and none of PyTorch's that was lowered and fits is
 cheaper. Where nothing fits, `NoPlanInTime` names the least peak that was seen: another choice may need less. Where the
@@ -31,7 +32,7 @@ from remat._torch.training import without_modes
 from remat.compiled.joint import joint_of
 from remat.compiled.outside import Outside
 from remat.compiled.peak import Halves, halves
-from remat.compiled.program import Choice, More, judged, solve
+from remat.compiled.program import Choice, More, Solved, judged, solve
 from remat.costing.planning_device import find_planning_device
 from remat.errors import Infeasible, NoPlanInTime
 from remat.units import gib, ms
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 RATIOS = tuple(tenth / 10 for tenth in range(10))
 ROUNDS = 6
 CLOSE = 0.98  # of what a graph may need: a choice that needs as much is not improved on
+WORTH = 0.005  # of the price: an answer that saves less is not lowered
+EFFORT = 30.0  # of the coarse program: it ends far before, unless budgets are tight
 NO_LIMIT = 1 << 62
 _HOMES = ("joint", "peak", "program", "partitioner")
 
@@ -270,31 +273,41 @@ class Search:
     def run(self) -> tuple[Choice, float | None] | None:
         """Search, and return (the cheapest choice that fits, the bound); None where none was found.
 
-        The bound is for a table that is corrected by the code of that choice.
+        The bound is for a table that is corrected by the code of a choice that fits.
         """
         if self.fits_by_default:
             return self.default, None
         last, more = self.default, self._more(self.default)
         for _ in range(ROUNDS):
-            answers = [solve(self.joint, self.most_bytes, more, start=last.saved)]
-            if answers[0].saved is None:
-                if self._cheapest() is not None:
-                    break
-                answers.append(solve(self.joint, NO_LIMIT, more, start=last.saved, least=True))
-            made = [judged(self.joint, answer.saved) for answer in answers if answer.saved is not None]
-            if (found := self._next([*made, *self.portfolio], more)) is None:
+            if (found := self._next([*self._answers(last, more), *self.portfolio], more)) is None:
                 break
             last = found
             self.tried.append(last)
             if self.fits(last) and self.needs(self.lower(last)) >= CLOSE * self.most_bytes:
                 break
             more = self._more(last) if self.fits(last) else more.at_least(self._more(last))
-        best = self._cheapest()
-        return (
-            None
-            if best is None
-            else (best, solve(self.joint, self.most_bytes, self._more(best), start=best.saved).bound_us)
-        )
+        if (best := self._cheapest()) is None:
+            return None
+        exact = solve(self.joint, self.most_bytes, self._more(best), start=best.saved)
+        if (
+            exact.saved is not None
+            and (better := judged(self.joint, exact.saved)).price_us < (1 - WORTH) * best.price_us
+        ):
+            best = better if self.fits(better) else best
+        return best, exact.bound_us
+
+    def _answers(self, last: Choice, more: More) -> list[Choice]:
+        """Solve the coarse program; without an answer the exact one, then for the least peak where nothing fits yet."""
+        solved = functools.partial(solve, self.joint, more=more, start=last.saved)
+        attempts: list[Callable[[], Solved]] = [
+            lambda: solved(most_bytes=self.most_bytes, is_exact=False, effort=EFFORT),
+            lambda: solved(most_bytes=self.most_bytes),
+            lambda: solved(most_bytes=NO_LIMIT, least=True, is_exact=False, effort=EFFORT),
+        ]
+        for attempt in attempts[: 3 if self._cheapest() is None else 1]:
+            if (saved := attempt().saved) is not None:
+                return [judged(self.joint, saved)]
+        return []
 
     def _more(self, choice: Choice) -> More:
         """Return the bytes that compiled code needs beside the table's: by stage, but no more than overall.

@@ -1,32 +1,37 @@
 """The choice of saved values as an integer program over a joint graph (after Checkmate, Jain et al. 2020).
 
 Data       values v in the order of the forward, stages t of backward
-           w[v] bytes of a value, w'[v] if it is made again; c[v] traffic if it is saved, p[v] time to make it again,
+           w[v] bytes of a value; c[v] traffic if it is saved, p[v] time to make it again,
            h[v] more if it fuses and is held for a later stage
            first[v], last[v] stages that read it; b[t] what backward itself has; f, g[t] what compiled code has beside
 Variables  s[v] = 1    v is saved
            r[v,t] = 1  v has been made again in stage t or before it
            x[v] = 1    v fuses, is made again, and is held
+           a[v,t] = 1  v takes memory in stage t of backward
 Minimise   sum c[v] s[v] + p[v] r[v, due[v]] + h[v] x[v]                                       (1)
 s.t.       s[v] + r[v, first[v]] >= 1                     where backward reads v               (2)
            r[v,t] <= s[u] + r[u,t]                        for every input u of v               (3)
            r[v,t] <= r[v,t+1]                                                                  (4)
            k + sum w[v] s[v] + f <= M                           as forward ends                      (5)
-           k + sum w[v] s[v] + w'[v] r[v,t] + b[t] + g[t] <= M  over v that is read in t or later    (6)
+           k + sum w[v] a[v,t] + b[t] + g[t] <= M                                              (6)
            r[v,t] <= sum r[u,t]     over u made of v, in stages before backward reads v        (7)
            x[v] >= r[v, last[v]-1]                        where backward reads v               (8)
            x[v] >= r[v,t] - r[u,t] + r[u, due[u]] - 1     for every u made of v                (9)
+           a[v,t] >= s[v] + r[v,t]                        up to backward's last read of v      (10)
+           a[v,t] >= s[v] + r[v,t] - r[u,t-1] + r[u, due[u]] - 1   after it, for every u       (11)
 
 k is what other runs of the graph have saved: (uses - 1) times the sum in (5).
 
 A value that is made again is made once, when it is first needed, and stays until it was last needed: so does torch's
-partitioner. One that fuses takes no memory in the stage that needs it last: there (6) has r[v, t-1]. due[v] is the
-stage by which v is made if at all: first[v], or that of the values made of it. The last need that (6) counts is the
-latest that any choice can bring about.
+partitioner. One that fuses takes no memory in the stage that needs it last: (10) and (11) have r[v, t-1] there. due[v]
+is the stage by which v is made if at all: first[v], or that of the values made of it.
+
+The *coarse* program has a[v,t] = s[v] + r[v,t] until the last stage in which any choice comes to need v. Its choices
+keep the budget too, and it is solved several times as fast. A bound is the exact program's.
 
 `judged` is the same in plain words, for one choice: what is made again and when, its price and its peaks. Choices of
 any origin are compared by it. r[v,t] is left out where t is long before due[v], so that there are `VARIABLES` of them:
-values that far away are made again from something saved in between. The bound is for choices that the program knows.
+values that far away are made again from something saved in between. The bound is for the other choices.
 """
 
 from __future__ import annotations
@@ -95,7 +100,7 @@ def judged(joint: Joint, saved: Collection[str]) -> Choice:
             price += value.save_us
         else:
             is_held = not value.fuses or last > first
-            taken = value.remade_bytes if is_held else 0
+            taken = value.size_bytes if is_held else 0
             remade += value.remake_us + (value.held_us if is_held else 0.0)
         change[0 if is_saved else first] += taken
         change[last + 1] -= taken
@@ -168,11 +173,14 @@ def solve(
     *,
     start: Collection[str] = (),
     least: bool = False,
+    is_exact: bool = True,
     gap: float = 0.005,
-    effort: float = 30.0,
+    effort: float = 10.0,
     time_s: float = 120.0,
 ) -> Solved:
     """Find the cheapest choice whose forward and backward need at most `most_bytes`. Needs OR-tools.
+
+    Where the coarse program (not `is_exact`) has no choice, the exact one may have some.
 
     more         what compiled code needs beside what the program counts
     start        a choice to begin with
@@ -181,7 +189,7 @@ def solve(
     effort       when to stop, in the solver's own units of work, about two seconds of a CPU each
     time_s       when to stop whatever was done
     """
-    program = _Program(joint)
+    program = _Program(joint, is_exact=is_exact)
     program.limit_memory(most_bytes, more or More(0, (0,) * len(joint.own_bytes)))
     program.minimize(least)
     if start:
@@ -200,11 +208,16 @@ def solve(
     return Solved(frozenset(value.name for each, value in pairs if each is not None and solver.value(each)), bound)
 
 
+def _those(*variables: Any) -> list[Any]:
+    """List the variables that there are."""
+    return [each for each in variables if each is not None]
+
+
 class _Program:
     """Variables and constraints, numbered as above."""
 
-    def __init__(self, joint: Joint):
-        self.joint, self.spans = joint, _spans(joint)
+    def __init__(self, joint: Joint, *, is_exact: bool):
+        self.joint, self.is_exact, self.spans = joint, is_exact, _spans(joint)
         self.model = cp_model.CpModel()
         new = self.model.new_bool_var
         pairs = list(zip(joint.values, self.spans, strict=True))
@@ -226,7 +239,11 @@ class _Program:
                 if t + 1 in self.r[v]:
                     self.model.add_implication(made, self.r[v][t + 1])  # (4)
                 if value.first is None or t < value.first:
-                    self.model.add_bool_or([made.negated(), *self._each_made(self.made_of[v], t)])  # (7)
+                    self.model.add_bool_or(
+                        [made.negated(), *_those(*(self._made(u, t) for u in self.made_of[v]))]
+                    )  # (7)
+        self.held: dict[int, Any] = {}
+        self.a: dict[tuple[int, int], Any] = {}
         self.x = [self._held_at_all(v) if value.fuses else None for v, value in enumerate(joint.values)]
 
     def _held_at_all(self, v: int) -> Any:
@@ -234,65 +251,90 @@ class _Program:
         last = self.joint.values[v].last
         alone = None if last is None else self._made(v, last - 1)
         later = [
-            [made.negated(), *self._each_made([u], t), self._made(u, _LAST).negated()]
+            [made.negated(), *self._unless_made(u, t + 1)]
             for u in self.made_of[v]
             for t, made in self.r[v].items()
             if (last is None or t >= last) and self.r[u] and t < self.spans[u].due  # type: ignore[union-attr]
         ]
         if not later:
             return alone
-        held = self.model.new_bool_var("")
+        self.held[v] = held = self.model.new_bool_var("")
         if alone is not None:
             self.model.add_implication(alone, held)  # (8)
         for unless in later:
             self.model.add_bool_or([held, *unless])  # (9)
         return held
 
-    def _each_made(self, values: Sequence[int], t: int) -> list[Any]:
-        """List the variables of values that may have been made again by stage t."""
-        return [made for v in values if (made := self._made(v, t)) is not None]
-
     def begin_with(self, saved: Collection[str]) -> None:
         """Give the solver a choice to begin with."""
-        needed = {v: (first, is_saved) for v, first, _, is_saved in _needed(self.joint, saved)}
+        needed = {v: each for v, *each in _needed(self.joint, saved)}
+        hint, none = self.model.add_hint, (_LAST, -1, False)
         for v, (each, made) in enumerate(zip(self.s, self.r, strict=True)):
-            first, is_saved = needed.get(v, (_LAST, False))
+            first, last, is_saved = needed.get(v, none)
             if each is not None:
-                self.model.add_hint(each, is_saved)
+                hint(each, is_saved)
             for t, again in made.items():
-                self.model.add_hint(again, not is_saved and t >= first)
+                hint(again, not is_saved and t >= first)
+            if v in self.held:
+                hint(self.held[v], not is_saved and first < last)
+        for (v, t), alive in self.a.items():
+            first, last, is_saved = needed.get(v, none)
+            hint(alive, t <= last and (is_saved or (first <= t and (first < last or not self.joint.values[v].fuses))))
 
     def _there(self, u: int, t: int) -> list[Any]:
         """List variables of which one is true if value u can be read in stage t."""
-        return [each for each in (self.s[u], self._made(u, t)) if each is not None]
+        return _those(self.s[u], self._made(u, t))
 
     def _made(self, v: int, t: int) -> Any:
         span = self.spans[v]
         return None if span is None else self.r[v].get(min(t, span.due))
 
-    def _held(self, v: int, t: int) -> Any:
-        """Return the variable that is true if value v, made again, takes memory in stage t; None if it never does."""
-        span = self.spans[v]
-        if span is None or not self.joint.values[v].fuses:
-            return self._made(v, t)
-        return self._made(v, min(t, span.last - 1))
+    def _alive(self, v: int, t: int) -> list[Any]:
+        """List variables of which one at most is true: if one is, value v takes memory in stage t."""
+        value, span = self.joint.values[v], self.spans[v]
+        if span is None or t > span.last:
+            return []
+        saved, made, before = self.s[v], self._made(v, t), self._made(v, t - 1)
+        if not self.is_exact:
+            return _those(saved, self._made(v, min(t, span.last - 1)) if value.fuses else made)
+        last = -1 if value.last is None else value.last
+        if t < last or (t == last and not value.fuses):
+            return _those(saved, made)  # (10)
+        # A value that fuses takes memory in a stage after which it is needed, or before which it was made.
+        reasons = [(made, t + 1 if value.fuses else t)]
+        if t > last:
+            reasons += [(saved, t), (before if value.fuses else None, t)]
+        clauses = [
+            [there.negated(), *self._unless_made(u, by)]
+            for there, by in reasons
+            for u in self.made_of[v]
+            if there is not None and self.r[u] and by <= self.spans[u].due  # type: ignore[union-attr]
+        ]
+        clauses += [[each.negated()] for each in _those(before) if t == last]
+        certain = _those(saved) if t == last else []
+        if not clauses:
+            return certain
+        self.a[v, t] = alive = self.model.new_bool_var("")
+        for clause in clauses:
+            self.model.add_bool_or([alive, *clause])  # (11)
+        return [*certain, alive]
+
+    def _unless_made(self, u: int, t: int) -> list[Any]:
+        """List literals of which one is true unless value u is made again in stage t or later."""
+        return [self._made(u, _LAST).negated(), *_those(self._made(u, t - 1))]
 
     def limit_memory(self, most_bytes: int, more: More) -> None:
         """Add (5) and (6), with the highest of all sums as a variable."""
         values, unit = self.joint.values, max(sum(value.size_bytes for value in self.joint.values) // _UNITS, 1)
-        total = sum(self.joint.uses * value.size_bytes + value.remade_bytes for value in values) + max(
-            self.joint.own_bytes, default=0
-        )
+        total = self.joint.uses * sum(value.size_bytes for value in values) + max(self.joint.own_bytes, default=0)
         most = min(most_bytes, total + max(more.forward, *more.backward, 0))
         self.most = self.model.new_int_var(0, max(most // unit, 0), "M")
         kept = [(each, v.size_bytes) for each, v in zip(self.s, values, strict=True) if each is not None]
         others = [(each, (self.joint.uses - 1) * size) for each, size in kept if self.joint.uses > 1]
         self._limit([*others, *kept], more.forward, unit)
         for t, own_bytes in enumerate(map(operator.add, self.joint.own_bytes, more.backward)):
-            alive = [v for v, span in enumerate(self.spans) if span is not None and t <= span.last]
-            terms = [(each, values[v].size_bytes) for v in alive if (each := self.s[v]) is not None]
-            made = [(self._held(v, t), values[v].remade_bytes) for v in alive if values[v].remade_bytes]
-            self._limit([*others, *terms, *(term for term in made if term[0] is not None)], own_bytes, unit)
+            alive = [(each, value.size_bytes) for v, value in enumerate(values) for each in self._alive(v, t)]
+            self._limit([*others, *alive], own_bytes, unit)
 
     def _limit(self, terms: Sequence[tuple[Any, int]], more: int, unit: int) -> None:
         weights = [-(-size // unit) for _, size in terms]
