@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -178,9 +179,34 @@ def test_a_request_that_cannot_be_meant_is_refused_at_once(asked: dict[str, Any]
         compiled(**{"budget": "1GiB", **asked})
 
 
-def test_the_backend_checks_its_options_too() -> None:
-    with pytest.raises(UsageError, match="`holds=`"):
-        torch.compile(Block(), backend="remat", options={"budget": "1GiB", "holds": "output"})(batch())
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": "1GiB", "holds": "output"}, "`holds=`"),
+        ({"budget": "1GiB", "model": 3}, "`model=` is an nn.Module, not int"),
+        ({"budgets": "1GiB"}, 'needs a budget, and was given \'budgets\': .*options={"budget": "20GiB"}'),
+        (None, "needs a budget, and was given no options"),
+    ],
+)
+def test_the_backend_checks_its_options_too(options: dict[str, Any] | None, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        torch.compile(Block(), backend="remat", options=options)(batch())
+
+
+def test_a_function_is_no_model() -> None:
+    with pytest.raises(UsageError, match="not function"):
+        remat.compile(batch, "1GiB")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_compiled_model_that_has_trained_is_copied_and_stored(again: Callable[[Any], Any]) -> None:
+    first = compiled("1GiB")
+    first(batch()).sum().backward()
+    first.zero_grad()
+    second = again(first)
+    for run in (first, second):
+        run(batch()).sum().backward()
+    assert all(map(torch.equal, *([each.grad for each in run.parameters()] for run in (first, second))))
 
 
 def test_a_mode_of_inductors_goes_with_a_budget() -> None:

@@ -109,11 +109,11 @@ def remat(
     Returns what runs the graph. Raises UsageError without budget and plan, Infeasible and NoPlanInTime as
     `remat.compile` does.
     """
-    if "budget" not in (options or {}):
+    options = {} if options is None else options
+    if "plan" in options and "budget" not in options:
         from remat.execution.compiled.backend import remat as with_plan
 
         return with_plan(graph_module, example_inputs, options=options, mode=mode)
-    assert options is not None
     try:
         return _compiled(graph_module, list(example_inputs), options, mode)
     except Exception as failure:
@@ -125,6 +125,12 @@ def remat(
 def _compiled(
     graph_module: fx.GraphModule, example_inputs: list[Any], options: dict[str, Any], mode: str | None
 ) -> Callable[..., Any]:
+    if "budget" not in options:
+        found = ", ".join(map(repr, options)) or "no options"
+        raise UsageError(
+            f'the backend "remat" needs a budget, and was given {found}: torch.compile(model, backend="remat", '
+            'options={"budget": "20GiB"}). An eager plan goes as options={"plan": "gpt2.plan.json"}.'
+        )
     # All graphs that are captured with these options share the budget.
     step = options.setdefault("step", CompiledStep())
     asked = Asked(**{name: value for name, value in options.items() if name in NAMES})

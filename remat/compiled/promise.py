@@ -46,6 +46,10 @@ class CompiledStep:
     cuts: dict[Any, Any] = dataclasses.field(default_factory=dict)
     runs: dict[Any, weakref.WeakSet[_Run]] = dataclasses.field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy a compiled model as one that is not compiled yet, as `torch.compile` itself does."""
+        return CompiledStep, ()
+
     def peak_bytes(self, uses: int, next_frame: Any) -> tuple[int, int]:
         """Return (peak once `next_frame` runs again, its bytes more than planned). (Rule 1)"""
         counts = {frame: len(runs) + (frame == next_frame) for frame, runs in self.runs.items()}
