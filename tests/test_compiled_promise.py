@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import remat
@@ -128,6 +129,32 @@ def test_blocks_of_several_graphs_keep_a_budget_with_their_number_and_are_refuse
     assert peak_of(model, remat.compile(model, budget, optimizer=None, uses=4)) <= budget
 
 
+class Sized(nn.Module):
+    """One block of several that have the same code."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, times * WIDTH), nn.Linear(times * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def test_what_blocks_of_other_sizes_have_saved_is_counted_though_their_code_is_the_same() -> None:
+    def peak(times: float = 0, **options: Any) -> int:
+        torch._dynamo.reset()
+        model = nn.Sequential(*(Sized(times) for times in (8, 4, 2, 1)))
+        asked = {"budget": int(times * default), "optimizer": None, "model": model, **options} if times else {}
+        for block in model.children():
+            block.compile(**({"backend": "remat", "options": asked} if times else {}))
+        return peak_of(model, lambda x: model(x).square().mean())
+
+    default = peak()
+    with pytest.raises(UsageError, match=r"3 times or more .*`uses=1`"):
+        peak(0.9)
+    assert peak(0.9, uses=4) <= 0.9 * default
+
+
 # For sizes as large as planned
 
 
@@ -151,6 +178,53 @@ def test_a_batch_that_keeps_the_budget_however_it_grows_is_not_told_of() -> None
     run = compiled("1GiB", dynamic=True)
     for rows in (ROWS, 8 * ROWS):
         run(batch(rows)).sum().backward()
+
+
+# Under DistributedDataParallel
+
+
+class Large(nn.Module):
+    """Layers of 1 MiB each, which is what the smallest buckets hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Profiler record function")
+def test_graphs_that_ddp_cuts_share_a_budget_with_its_buckets(alone_in_a_group: None) -> None:
+    def make(**options: Any) -> tuple[nn.Module, Callable[[], None]]:
+        torch.manual_seed(0)
+        model = Large()
+        run = torch.compile(DDP(model, bucket_cap_mb=1), **options)
+        return model, lambda: run(x).backward()
+
+    x = torch.randn(64, 512)
+    plain, step = make()
+    step()
+    torch._dynamo.reset()
+    planned = CompiledStep()
+    asked = {"budget": "1GiB", "optimizer": None, "step": planned}
+    model, step = make(backend="remat", options=asked)
+    step()
+    assert len(planned.cuts) == 3 and not planned.runs
+    assert all(map(torch.equal, *([each.grad for each in run.parameters()] for run in (model, plain))))
+    for _ in range(2):  # the second step makes other buckets
+        model.zero_grad()
+        step()
+    model.zero_grad()
+    size = sum(each.nbytes for each in model.parameters())
+    measured = 2 * size + x.nbytes + measure_peak(step, torch.device("cpu"))  # parameters and buckets
+    predicted = max(cut.peak_bytes for cut in planned.cuts.values())
+    assert measured <= predicted
+    torch._dynamo.reset()
+    with pytest.raises(NoPlanInTime, match=r"saved by graphs before this one; .*optimize_ddp = False"):
+        make(backend="remat", options={**asked, "budget": predicted - x.nbytes, "step": CompiledStep()})[1]()
 
 
 # Requests

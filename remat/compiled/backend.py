@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from remat._torch.dynamo import compiled_frame, passed_on
+from remat._torch.dynamo import ddp_around, passed_on
 from remat._torch.inductor import chosen_decompositions, compiling_with, inductor_with
 from remat.compiled.asked import NAMES, Asked
 from remat.compiled.promise import CompiledStep, Promise
@@ -141,9 +141,10 @@ def _compiled(
     outside = _outside(asked, example_inputs)
 
     def planned(graph: fx.GraphModule, *, searches: bool = True) -> Callable[..., Any]:
-        promise = Promise(compiled_frame(), step, asked, outside, graph.graph, example_inputs)
-        with compiling_with(_partitioner(asked, outside, step, searches), chosen_decompositions):
-            return promise.kept_by(inductor(graph, example_inputs))
+        with step.adding() as key:
+            promise = Promise(key, step, asked, outside, graph.graph, example_inputs)
+            with compiling_with(_partitioner(asked, outside, step, key, searches), chosen_decompositions):
+                return promise.kept_by(inductor(graph, example_inputs))
 
     chunked = _chunked(asked, outside, graph_module)
     if chunked is None:
@@ -200,17 +201,21 @@ def _inductor(mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:
 def _outside(asked: Asked, example_inputs: Sequence[Any]) -> Outside:
     from remat.compiled.outside import outside_of
 
+    # DistributedDataParallel cuts graphs, which are given some of its parameters each, and has a copy of all gradients.
+    around = ddp_around()
+    model = around if asked.model is None else asked.model
+    buckets = 0 if around is None else sum(each.nbytes for each in around.parameters() if each.requires_grad)
     return outside_of(
         example_inputs,
         asked.optimizer,
-        model=() if asked.model is None else (*asked.model.parameters(), *asked.model.buffers()),
-        more=asked.outside_bytes,
+        model=() if model is None else (*model.parameters(), *model.buffers()),
+        more=asked.outside_bytes + buckets,
         kept=asked.accumulation > 1,
         holds_results=asked.holds == "outputs",
     )
 
 
-def _partitioner(asked: Asked, outside: Outside, step: CompiledStep, searches: bool) -> Any:
+def _partitioner(asked: Asked, outside: Outside, step: CompiledStep, key: Any, searches: bool) -> Any:
     from remat.compiled.partitioner import BudgetPartitioner  # which needs OR-tools
 
-    return BudgetPartitioner(asked.budget_bytes, outside, asked.uses, step.cuts, searches=searches)
+    return BudgetPartitioner(asked.budget_bytes, outside, asked.uses, step.cuts, key, searches=searches)
