@@ -140,19 +140,43 @@ class Sized(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
-def test_what_blocks_of_other_sizes_have_saved_is_counted_though_their_code_is_the_same() -> None:
-    def peak(times: float = 0, **options: Any) -> int:
+@pytest.mark.parametrize("sizes", [(8, 4, 2, 1), (4, 4, 4, 4)], ids=["others", "same"])
+def test_what_blocks_have_saved_is_counted_whatever_their_sizes_and_though_each_has_options(sizes: Any) -> None:
+    def peak(share: float = 0, **options: Any) -> int:
         torch._dynamo.reset()
-        model = nn.Sequential(*(Sized(times) for times in (8, 4, 2, 1)))
-        asked = {"budget": int(times * default), "optimizer": None, "model": model, **options} if times else {}
+        model = nn.Sequential(*map(Sized, sizes))
         for block in model.children():
-            block.compile(**({"backend": "remat", "options": asked} if times else {}))
+            asked = {"budget": int(share * default), "optimizer": None, "model": model, **options} if share else {}
+            block.compile(**({"backend": "remat", "options": asked} if share else {}))
         return peak_of(model, lambda x: model(x).square().mean())
 
     default = peak()
-    with pytest.raises(UsageError, match=r"3 times or more .*`uses=1`"):
+    with pytest.raises(UsageError, match=r"times or more .*`uses=1`"):
         peak(0.9)
     assert peak(0.9, uses=4) <= 0.9 * default
+
+
+class Wide(nn.Module):
+    """Graphs whose parameters are large beside all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.gelu(self.first(x))
+        torch._dynamo.graph_break()
+        return self.second(x).square().mean()
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda parameters: torch.optim.AdamW], ids=["there", "class"])
+def test_parameters_of_all_graphs_are_counted_where_no_model_is_known(make: Callable[[Any], Any]) -> None:
+    model, x = Wide(), torch.randn(4, 128)
+    size = sum(each.nbytes for each in model.parameters())
+    options = {"budget": 4 * size, "optimizer": make(model.parameters())}  # with state and gradients that is too little
+    run = torch.compile(model, backend="remat", options=options)
+    with pytest.raises(Infeasible, match="whatever forward saves"):
+        run(x)
 
 
 # For sizes as large as planned

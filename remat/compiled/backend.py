@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from remat._torch.dynamo import ddp_around, passed_on
 from remat._torch.inductor import chosen_decompositions, compiling_with, inductor_with
@@ -131,14 +132,13 @@ def _compiled(
             f'the backend "remat" needs a budget, and was given {found}: torch.compile(model, backend="remat", '
             'options={"budget": "20GiB"}). An eager plan goes as options={"plan": "gpt2.plan.json"}.'
         )
-    # All graphs that are captured with these options share the budget.
-    step = options.setdefault("step", CompiledStep())
     asked = Asked(**{name: value for name, value in options.items() if name in NAMES})
     given = {name: value for name, value in options.items() if name not in (*NAMES, "step")}
+    step = _step_of(asked, options)
     inductor = _inductor(mode or asked.mode, given)
     if not torch.is_grad_enabled():
         return inductor(graph_module, example_inputs)
-    outside = _outside(asked, example_inputs)
+    outside = _outside(asked, example_inputs, step)
 
     def planned(graph: fx.GraphModule, *, searches: bool = True) -> Callable[..., Any]:
         with step.adding() as key:
@@ -156,6 +156,21 @@ def _compiled(
         if not _comes_from_default(failure):
             raise
     return chunked.completing(planned(chunked.module))
+
+
+_STEPS = WeakIdKeyDictionary()  # of models: by budget
+
+
+def _step_of(asked: Asked, options: dict[str, Any]) -> CompiledStep:
+    """Return the step whose budget a graph shares with all that are captured with the same options, or of one model.
+
+    A loop over blocks makes options for each: `block.compile(backend="remat", options={..., "model": model})`.
+    """
+    if "step" not in options:
+        steps = {} if asked.model is None else _STEPS.setdefault(asked.model, {})
+        options["step"] = steps.setdefault(asked.budget_bytes, CompiledStep())
+    step: CompiledStep = options["step"]
+    return step
 
 
 def _chunked(asked: Asked, outside: Outside, graph_module: fx.GraphModule) -> Chunked | None:
@@ -198,17 +213,19 @@ def _inductor(mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:
         raise UsageError(f"Inductor does not take these options: {text}. `remat` takes {', '.join(NAMES)}.") from error
 
 
-def _outside(asked: Asked, example_inputs: Sequence[Any]) -> Outside:
-    from remat.compiled.outside import outside_of
+def _outside(asked: Asked, example_inputs: Sequence[Any], step: CompiledStep) -> Outside:
+    from remat.compiled.outside import outside_of, parameters_in
 
-    # DistributedDataParallel cuts graphs, which are given some of its parameters each, and has a copy of all gradients.
-    around = ddp_around()
-    model = around if asked.model is None else asked.model
+    around = ddp_around()  # has a copy of all gradients in its buckets
     buckets = 0 if around is None else sum(each.nbytes for each in around.parameters() if each.requires_grad)
+    step.parameters.update((each, None) for each in example_inputs if isinstance(each, nn.Parameter))
+    known = list(step.parameters)  # those that graphs before it were given among them
+    if (model := around if asked.model is None else asked.model) is not None:
+        known = [*model.parameters(), *model.buffers()]
     return outside_of(
         example_inputs,
         asked.optimizer,
-        model=() if model is None else (*model.parameters(), *model.buffers()),
+        model=[*known, *parameters_in(asked.optimizer)],
         more=asked.outside_bytes + buckets,
         kept=asked.accumulation > 1,
         holds_results=asked.holds == "outputs",

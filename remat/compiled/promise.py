@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from remat._torch.dynamo import compilation
 from remat._torch.symbols import hinted
@@ -49,10 +50,12 @@ class CompiledStep:
 
     cuts  how each was cut, by its key: its frame, and its place among the graphs of one compilation
     runs  those that are alive
+    parameters  that its graphs are given
     """
 
     cuts: dict[Any, Any] = dataclasses.field(default_factory=dict)
     runs: weakref.WeakSet[_Run] = dataclasses.field(default_factory=weakref.WeakSet)
+    parameters: WeakIdKeyDictionary = dataclasses.field(default_factory=WeakIdKeyDictionary, compare=False)
     _last: Any = None
     _place: int = 0
 
