@@ -156,6 +156,23 @@ def test_what_blocks_have_saved_is_counted_whatever_their_sizes_and_though_each_
     assert peak(0.9, uses=4) <= 0.9 * default
 
 
+def test_blocks_with_equal_options_of_their_own_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Any] = []
+    make = backend._partitioner
+
+    def noting(*asked: Any) -> Any:
+        planned.append(asked)
+        return make(*asked)
+
+    monkeypatch.setattr(backend, "_partitioner", noting)
+    model = nn.Sequential(*(Block() for _ in range(10)))  # Dynamo compiles a frame eight times at most
+    for block in model.children():
+        options = {"budget": "1GiB", "optimizer": None, "uses": 10, "model": model}
+        block.compile(backend="remat", options=options)
+    model(batch().requires_grad_()).sum().backward()
+    assert len(planned) == 1
+
+
 class Wide(nn.Module):
     """Graphs whose parameters are large beside all else."""
 

@@ -78,7 +78,7 @@ def compile(
     of_inductor = dict(options.pop("options", None) or {})
     asked = Asked(budget, optimizer, accumulation, outside, uses, holds, numerics, on_larger, model, mode)
     _inductor(mode, of_inductor)
-    given = of_inductor | {name: getattr(asked, name) for name in NAMES}
+    given = of_inductor | {name: getattr(asked, name) for name in NAMES} | {"step": CompiledStep()}
     name_losses(model)
     return torch.compile(model, backend=remat, options=given, **options)
 
@@ -164,13 +164,14 @@ _STEPS = WeakIdKeyDictionary()  # of models: by budget
 def _step_of(asked: Asked, options: dict[str, Any]) -> CompiledStep:
     """Return the step whose budget a graph shares with all that are captured with the same options, or of one model.
 
-    A loop over blocks makes options for each: `block.compile(backend="remat", options={..., "model": model})`.
+    A loop over blocks makes options for each: `block.compile(backend="remat", options={..., "model": model})`. These
+    must stay equal: Dynamo compiles anew for others, and after eight of them runs blocks uncompiled.
     """
-    if "step" not in options:
-        steps = {} if asked.model is None else _STEPS.setdefault(asked.model, {})
-        options["step"] = steps.setdefault(asked.budget_bytes, CompiledStep())
-    step: CompiledStep = options["step"]
-    return step
+    if "step" in options or asked.model is None:
+        step: CompiledStep = options.setdefault("step", CompiledStep())
+        return step
+    steps: dict[int, CompiledStep] = _STEPS.setdefault(asked.model, {})
+    return steps.setdefault(asked.budget_bytes, CompiledStep())
 
 
 def _chunked(asked: Asked, outside: Outside, graph_module: fx.GraphModule) -> Chunked | None:
