@@ -187,6 +187,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def alone_in_a_group() -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def late_copies(request: pytest.FixtureRequest) -> Iterator[None]:
     """On the card, what holds on any device holds however late the streams of copies are."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import remat
@@ -127,6 +130,73 @@ def test_blocks_of_several_graphs_keep_a_budget_with_their_number_and_are_refuse
     assert peak_of(model, remat.compile(model, budget, optimizer=None, uses=4)) <= budget
 
 
+class Sized(nn.Module):
+    """One block of several that have the same code."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, times * WIDTH), nn.Linear(times * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("sizes", [(8, 4, 2, 1), (4, 4, 4, 4)], ids=["others", "same"])
+def test_what_blocks_have_saved_is_counted_whatever_their_sizes_and_though_each_has_options(sizes: Any) -> None:
+    def peak(share: float = 0, **options: Any) -> int:
+        torch._dynamo.reset()
+        model = nn.Sequential(*map(Sized, sizes))
+        for block in model.children():
+            asked = {"budget": int(share * default), "optimizer": None, "model": model, **options} if share else {}
+            block.compile(**({"backend": "remat", "options": asked} if share else {}))
+        return peak_of(model, lambda x: model(x).square().mean())
+
+    default = peak()
+    with pytest.raises(UsageError, match=r"times or more .*`uses=1`"):
+        peak(0.9)
+    assert peak(0.9, uses=4) <= 0.9 * default
+
+
+def test_blocks_with_equal_options_of_their_own_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Any] = []
+    make = backend._partitioner
+
+    def noting(*asked: Any) -> Any:
+        planned.append(asked)
+        return make(*asked)
+
+    monkeypatch.setattr(backend, "_partitioner", noting)
+    model = nn.Sequential(*(Block() for _ in range(10)))  # Dynamo compiles a frame eight times at most
+    for block in model.children():
+        options = {"budget": "1GiB", "optimizer": None, "uses": 10, "model": model}
+        block.compile(backend="remat", options=options)
+    model(batch().requires_grad_()).sum().backward()
+    assert len(planned) == 1
+
+
+class Wide(nn.Module):
+    """Graphs whose parameters are large beside all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.gelu(self.first(x))
+        torch._dynamo.graph_break()
+        return self.second(x).square().mean()
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda parameters: torch.optim.AdamW], ids=["there", "class"])
+def test_parameters_of_all_graphs_are_counted_where_no_model_is_known(make: Callable[[Any], Any]) -> None:
+    model, x = Wide(), torch.randn(4, 128)
+    size = sum(each.nbytes for each in model.parameters())
+    options = {"budget": 4 * size, "optimizer": make(model.parameters())}  # with state and gradients that is too little
+    run = torch.compile(model, backend="remat", options=options)
+    with pytest.raises(Infeasible, match="whatever forward saves"):
+        run(x)
+
+
 # For sizes as large as planned
 
 
@@ -150,6 +220,53 @@ def test_a_batch_that_keeps_the_budget_however_it_grows_is_not_told_of() -> None
     run = compiled("1GiB", dynamic=True)
     for rows in (ROWS, 8 * ROWS):
         run(batch(rows)).sum().backward()
+
+
+# Under DistributedDataParallel
+
+
+class Large(nn.Module):
+    """Layers of 1 MiB each, which is what the smallest buckets hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Profiler record function")
+def test_graphs_that_ddp_cuts_share_a_budget_with_its_buckets(alone_in_a_group: None) -> None:
+    def make(**options: Any) -> tuple[nn.Module, Callable[[], None]]:
+        torch.manual_seed(0)
+        model = Large()
+        run = torch.compile(DDP(model, bucket_cap_mb=1), **options)
+        return model, lambda: run(x).backward()
+
+    x = torch.randn(64, 512)
+    plain, step = make()
+    step()
+    torch._dynamo.reset()
+    planned = CompiledStep()
+    asked = {"budget": "1GiB", "optimizer": None, "step": planned}
+    model, step = make(backend="remat", options=asked)
+    step()
+    assert len(planned.cuts) == 3 and not planned.runs
+    assert all(map(torch.equal, *([each.grad for each in run.parameters()] for run in (model, plain))))
+    for _ in range(2):  # the second step makes other buckets
+        model.zero_grad()
+        step()
+    model.zero_grad()
+    size = sum(each.nbytes for each in model.parameters())
+    measured = 2 * size + x.nbytes + measure_peak(step, torch.device("cpu"))  # parameters and buckets
+    predicted = max(cut.peak_bytes for cut in planned.cuts.values())
+    assert measured <= predicted
+    torch._dynamo.reset()
+    with pytest.raises(NoPlanInTime, match=r"saved by graphs before this one; .*optimize_ddp = False"):
+        make(backend="remat", options={**asked, "budget": predicted - x.nbytes, "step": CompiledStep()})[1]()
 
 
 # Requests
@@ -178,9 +295,34 @@ def test_a_request_that_cannot_be_meant_is_refused_at_once(asked: dict[str, Any]
         compiled(**{"budget": "1GiB", **asked})
 
 
-def test_the_backend_checks_its_options_too() -> None:
-    with pytest.raises(UsageError, match="`holds=`"):
-        torch.compile(Block(), backend="remat", options={"budget": "1GiB", "holds": "output"})(batch())
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": "1GiB", "holds": "output"}, "`holds=`"),
+        ({"budget": "1GiB", "model": 3}, "`model=` is an nn.Module, not int"),
+        ({"budgets": "1GiB"}, 'needs a budget, and was given \'budgets\': .*options={"budget": "20GiB"}'),
+        (None, "needs a budget, and was given no options"),
+    ],
+)
+def test_the_backend_checks_its_options_too(options: dict[str, Any] | None, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        torch.compile(Block(), backend="remat", options=options)(batch())
+
+
+def test_a_function_is_no_model() -> None:
+    with pytest.raises(UsageError, match="not function"):
+        remat.compile(batch, "1GiB")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_compiled_model_that_has_trained_is_copied_and_stored(again: Callable[[Any], Any]) -> None:
+    first = compiled("1GiB")
+    first(batch()).sum().backward()
+    first.zero_grad()
+    second = again(first)
+    for run in (first, second):
+        run(batch()).sum().backward()
+    assert all(map(torch.equal, *([each.grad for each in run.parameters()] for run in (first, second))))
 
 
 def test_a_mode_of_inductors_goes_with_a_budget() -> None:
@@ -293,3 +435,32 @@ def test_an_optimizer_that_cannot_be_stepped_without_data_is_refused_with_a_reme
         outside_of(Block().parameters(), Required)
     with pytest.raises(UsageError, match="nothing has a `step"):
         outside_of(Block().parameters(), 3)
+
+
+class Skipped(nn.Module):
+    """Its graph breaks inside a loop, so Dynamo skips the whole forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = doubled_apart(layer(x))
+        return x
+
+
+@torch._dynamo.disable
+def doubled_apart(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@pytest.mark.parametrize(("model", "is_told"), [(Skipped, True), (lambda: nn.Linear(8, 8), False)])
+def test_a_forward_of_which_nothing_is_captured_is_told_of_once(model: Callable[[], nn.Module], is_told: bool) -> None:
+    compiled, told = remat.compile(model(), budget="1MiB"), list[str]()
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            compiled(torch.ones(8)).sum().backward()
+        told += [each.filename for each in caught if "Dynamo captured no graph" in str(each.message)]
+    assert told == [__file__] * is_told

@@ -6,13 +6,12 @@ import copy
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -239,14 +238,6 @@ def test_a_backward_that_failed_is_told_of_before_another_steps() -> None:
         train()
         optimizer.step()
         fail()
-
-
-@pytest.fixture
-def alone_in_a_group() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -713,14 +713,15 @@ def test_a_frame_is_known_when_it_is_compiled_again() -> None:
     seen: list[Any] = []
 
     def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
-        seen.append(dynamo.compiled_frame())
+        seen.append(dynamo.compilation())
         return graph_module
 
     run = torch.compile(lambda x: x + 1, backend=backend, dynamic=False)
     for size in (2, 3):
         run(torch.ones(size))
     torch.compile(lambda x: x - 1, backend=backend)(torch.ones(2))
-    assert seen[0] == seen[1] != seen[2] and dynamo.compiled_frame() is None
+    (first, one), (again, other), (second, _) = seen
+    assert first == again != second and one != other and dynamo.compilation() == (None, None)
 
 
 def test_an_error_of_ours_in_a_backend_reaches_the_caller_as_it_is() -> None:
@@ -957,7 +958,11 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
         "tell why a compiled step cannot be planned",
         lambda: dynamo.passed_on(RematError(), RematError),
     ),
-    "_guards.CompileContext.current_compile_id": ("know which graphs a step has", dynamo.compiled_frame),
+    "_guards.CompileContext.current_compile_id": ("know which graphs a step has", dynamo.compilation),
+    "nn.parallel.distributed.DistributedDataParallel._get_active_ddp_module": (
+        "count the gradient buckets of DistributedDataParallel",
+        dynamo.ddp_around,
+    ),
     "_inductor.virtualized.V": ("know what fused groups read and write", inductor.moved_by_loops),
     "_inductor.codecache.PyCodeCache": ("predict what Inductor allocates", inductor.hands_modules_over),
     "_inductor.utils.copy_misaligned_inputs": ("predict what Inductor allocates", inductor.all_aligned),

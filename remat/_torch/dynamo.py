@@ -472,7 +472,16 @@ def passed_on(failure: BaseException, kind: type[Exception]) -> Exception | None
     return passed
 
 
-def compiled_frame() -> Any:
-    """Return the frame that is being compiled, the same for all its compilations; None outside a compilation."""
-    compilation = internal("_guards.CompileContext.current_compile_id", "know which graphs a step has")()
-    return None if compilation is None else compilation.frame_id
+def compilation() -> tuple[Any, Any]:
+    """Return the frame that is being compiled, the same for all its compilations, and which of them this is.
+
+    Outside a compilation both are None.
+    """
+    found = internal("_guards.CompileContext.current_compile_id", "know which graphs a step has")()
+    return (None, None) if found is None else (found.frame_id, found)
+
+
+def ddp_around() -> Any:
+    """Return the DistributedDataParallel whose forward runs, or is being compiled; None outside of one."""
+    purpose = "count the gradient buckets of DistributedDataParallel"
+    return internal("nn.parallel.distributed.DistributedDataParallel._get_active_ddp_module", purpose)()

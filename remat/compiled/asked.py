@@ -42,6 +42,12 @@ class Asked:
         for name, known in {"holds": HOLDS, "on_larger": get_args(OnLarger), "numerics": ("bitwise", "sums")}.items():
             if (chosen := getattr(self, name)) not in known:
                 raise UsageError(f"`{name}=` is {' or '.join(map(repr, known))}, not {chosen!r}.")
+        if not isinstance(self.model, nn.Module | None):
+            raise UsageError(
+                f"`model=` is an nn.Module, not {type(self.model).__name__}. Compile a function by "
+                'torch.compile(function, backend="remat", options={"budget": "20GiB", "model": model}), with the model '
+                "whose parameters count."
+            )
 
     @property
     def may_chunk_losses(self) -> bool:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from remat._torch.dynamo import compiled_frame, passed_on
+from remat._torch.dynamo import ddp_around, passed_on
 from remat._torch.inductor import chosen_decompositions, compiling_with, inductor_with
 from remat.compiled.asked import NAMES, Asked
 from remat.compiled.promise import CompiledStep, Promise
@@ -77,9 +78,11 @@ def compile(
     of_inductor = dict(options.pop("options", None) or {})
     asked = Asked(budget, optimizer, accumulation, outside, uses, holds, numerics, on_larger, model, mode)
     _inductor(mode, of_inductor)
-    given = of_inductor | {name: getattr(asked, name) for name in NAMES}
+    given = of_inductor | {name: getattr(asked, name) for name in NAMES} | {"step": CompiledStep()}
     name_losses(model)
-    return torch.compile(model, backend=remat, options=given, **options)
+    compiled: nn.Module = torch.compile(model, backend=remat, options=given, **options)
+    given["step"].warn_where_none_of(compiled)
+    return compiled
 
 
 def name_losses(model: nn.Module) -> None:
@@ -108,10 +111,8 @@ def remat(
     Returns what runs the graph. Raises UsageError without a budget, Infeasible and NoPlanInTime as
     `remat.compile` does.
     """
-    if options is None or "budget" not in options:
-        raise UsageError('the backend needs a budget: torch.compile(model, backend="remat", options={"budget": ...}).')
     try:
-        return _compiled(graph_module, list(example_inputs), options, mode)
+        return _compiled(graph_module, list(example_inputs), {} if options is None else options, mode)
     except Exception as failure:
         if (told := passed_on(failure, RematError)) is None:
             raise
@@ -121,19 +122,25 @@ def remat(
 def _compiled(
     graph_module: fx.GraphModule, example_inputs: list[Any], options: dict[str, Any], mode: str | None
 ) -> Callable[..., Any]:
-    # All graphs that are captured with these options share the budget.
-    step = options.setdefault("step", CompiledStep())
+    if "budget" not in options:
+        found = ", ".join(map(repr, options)) or "no options"
+        raise UsageError(
+            f'the backend "remat" needs a budget, and was given {found}: torch.compile(model, backend="remat", '
+            'options={"budget": "20GiB"}). A plan file is for steps that run uncompiled.'
+        )
     asked = Asked(**{name: value for name, value in options.items() if name in NAMES})
     given = {name: value for name, value in options.items() if name not in (*NAMES, "step")}
+    step = _step_of(asked, options)
     inductor = _inductor(mode or asked.mode, given)
     if not torch.is_grad_enabled():
         return inductor(graph_module, example_inputs)
-    outside = _outside(asked, example_inputs)
+    outside = _outside(asked, example_inputs, step)
 
     def planned(graph: fx.GraphModule, *, searches: bool = True) -> Callable[..., Any]:
-        promise = Promise(compiled_frame(), step, asked, outside, graph.graph, example_inputs)
-        with compiling_with(_partitioner(asked, outside, step, searches), chosen_decompositions):
-            return promise.kept_by(inductor(graph, example_inputs))
+        with step.adding() as key:
+            promise = Promise(key, step, asked, outside, graph.graph, example_inputs)
+            with compiling_with(_partitioner(asked, outside, step, key, searches), chosen_decompositions):
+                return promise.kept_by(inductor(graph, example_inputs))
 
     chunked = _chunked(asked, outside, graph_module)
     if chunked is None:
@@ -145,6 +152,22 @@ def _compiled(
         if not _comes_from_default(failure):
             raise
     return chunked.completing(planned(chunked.module))
+
+
+_STEPS = WeakIdKeyDictionary()  # of models: by budget
+
+
+def _step_of(asked: Asked, options: dict[str, Any]) -> CompiledStep:
+    """Return the step whose budget a graph shares with all that are captured with the same options, or of one model.
+
+    A loop over blocks makes options for each: `block.compile(backend="remat", options={..., "model": model})`. These
+    must stay equal: Dynamo compiles anew for others, and after eight of them runs blocks uncompiled.
+    """
+    if "step" in options or asked.model is None:
+        step: CompiledStep = options.setdefault("step", CompiledStep())
+        return step
+    steps: dict[int, CompiledStep] = _STEPS.setdefault(asked.model, {})
+    return steps.setdefault(asked.budget_bytes, CompiledStep())
 
 
 def _chunked(asked: Asked, outside: Outside, graph_module: fx.GraphModule) -> Chunked | None:
@@ -187,20 +210,26 @@ def _inductor(mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:
         raise UsageError(f"Inductor does not take these options: {text}. `remat` takes {', '.join(NAMES)}.") from error
 
 
-def _outside(asked: Asked, example_inputs: Sequence[Any]) -> Outside:
-    from remat.compiled.outside import outside_of
+def _outside(asked: Asked, example_inputs: Sequence[Any], step: CompiledStep) -> Outside:
+    from remat.compiled.outside import outside_of, parameters_in
 
+    around = ddp_around()  # has a copy of all gradients in its buckets
+    buckets = 0 if around is None else sum(each.nbytes for each in around.parameters() if each.requires_grad)
+    step.parameters.update((each, None) for each in example_inputs if isinstance(each, nn.Parameter))
+    known = list(step.parameters)  # those that graphs before it were given among them
+    if (model := around if asked.model is None else asked.model) is not None:
+        known = [*model.parameters(), *model.buffers()]
     return outside_of(
         example_inputs,
         asked.optimizer,
-        model=() if asked.model is None else (*asked.model.parameters(), *asked.model.buffers()),
-        more=asked.outside_bytes,
+        model=[*known, *parameters_in(asked.optimizer)],
+        more=asked.outside_bytes + buckets,
         kept=asked.accumulation > 1,
         holds_results=asked.holds == "outputs",
     )
 
 
-def _partitioner(asked: Asked, outside: Outside, step: CompiledStep, searches: bool) -> Any:
+def _partitioner(asked: Asked, outside: Outside, step: CompiledStep, key: Any, searches: bool) -> Any:
     from remat.compiled.partitioner import BudgetPartitioner  # which needs OR-tools
 
-    return BudgetPartitioner(asked.budget_bytes, outside, asked.uses, step.cuts, searches=searches)
+    return BudgetPartitioner(asked.budget_bytes, outside, asked.uses, step.cuts, key, searches=searches)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -85,6 +85,13 @@ def outside_of(
     state, stepping, repeating = _stepped(parameters, optimizer)
     always = sum(storages.values()) + state + _library_bytes(found.values()) + more
     return Outside(always, gradients, stepping, others, kept, holds_results, repeating)
+
+
+def parameters_in(optimizer: Any) -> Iterator[Tensor]:
+    """Yield the parameters of an optimizer, or of several in a list; none of what makes one."""
+    for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+        for group in getattr(each, "param_groups", ()):
+            yield from group["params"]
 
 
 def _stepped(parameters: Sequence[nn.Parameter], optimizer: Any) -> tuple[int, int, int]:

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat._torch.dynamo import compiled_frame
 from remat._torch.inductor import hash_of, partition_saving, partitioner_class
 from remat._torch.training import without_modes
 from remat.compiled.joint import joint_of
@@ -89,8 +88,9 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
 
     budget_bytes  of the whole step           outside  what is not in the graphs
     uses          how often a step runs the graph
+    cuts          the graphs of the step that were cut, by their keys (`CompiledStep.adding`)
+    key           of this graph
     searches      whether another choice is looked for where PyTorch's own exceeds the budget
-    cuts          the graphs of the step that were cut, by the frame that each was captured from
     """
 
     def __init__(
@@ -99,11 +99,12 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         outside: Outside,
         uses: int = 1,
         cuts: dict[Any, Cut] | None = None,
+        key: Any = None,
         *,
         searches: bool = True,
     ):
         self.budget_bytes, self.outside, self.uses, self.searches = budget_bytes, outside, uses, searches
-        self.cuts = {} if cuts is None else cuts
+        self.cuts, self.key = {} if cuts is None else cuts, key
 
     def __getstate__(self) -> dict[str, Any]:
         # It is in settings, which are copied.
@@ -111,20 +112,23 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         (self.budget_bytes, self.outside, self.uses, self.searches), self.cuts = state["asked"], {}
+        self.key = None
 
     def uuid(self) -> Any:
         return hash_of(*(__file__.replace("partitioner", home) for home in _HOMES)) + repr(self.__getstate__()).encode()
 
-    def _beside_bytes(self, frame: Any) -> int:
-        """Return the bytes beside a graph while it runs: those that earlier graphs of the step saved, among others."""
-        return self.outside.during_graphs + sum(cut.kept_bytes for other, cut in self.cuts.items() if other != frame)
+    @property
+    def _beside_bytes(self) -> int:
+        """The bytes beside the graph while it runs: those that earlier graphs of the step saved, among others."""
+        return self.outside.during_graphs + sum(cut.kept_bytes for key, cut in self.cuts.items() if key != self.key)
 
-    def _earlier_bytes(self, frame: Any) -> int:
-        """Return the most bytes that an earlier graph needs beside what it saves.
+    @property
+    def _earlier_bytes(self) -> int:
+        """The most bytes that an earlier graph needs beside what it saves.
 
         Where a step runs its graphs several times, an earlier one's last run has what later ones saved beside it.
         """
-        earlier = [cut.halves for other, cut in self.cuts.items() if other != frame] if self.uses > 1 else []
+        earlier = [cut.halves for key, cut in self.cuts.items() if key != self.key] if self.uses > 1 else []
         return max((each.peak - each.kept for each in earlier), default=0)
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
@@ -133,11 +137,10 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         Raises Infeasible where none can keep the budget, NoPlanInTime where none was found, and DefaultExceeds where
         none was looked for.
         """
-        started, frame = time.monotonic(), compiled_frame()
+        started = time.monotonic()
         self._require_room()
-        beside, held = self._beside_bytes(frame), self.outside.holds_results
-        earlier = self._earlier_bytes(frame)
-        search = Search(gm, joint_inputs, options, self.budget_bytes - beside, self.uses, held, earlier)
+        beside, held = self._beside_bytes, self.outside.holds_results
+        search = Search(gm, joint_inputs, options, self.budget_bytes - beside, self.uses, held, self._earlier_bytes)
         if not search.has_choice:
             return search.by_default
         if not self.searches and not search.fits_by_default:
@@ -150,7 +153,7 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         peak = max(beside + search.needs(lowered), self.outside.while_stepping)
         seconds = time.monotonic() - started
         cut = Cut(peak, self.uses * lowered.kept, lowered, choice, search.default, bound, seconds)
-        self.cuts[frame] = cut
+        self.cuts[self.key] = cut
         log.info("%s", cut)
         return search.cut(choice)
 
@@ -166,10 +169,22 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         least = max(least, self.outside.while_stepping)
         return NoPlanInTime(
             f"no plan was found that keeps the compiled step within {gib(self.budget_bytes)}, and nothing proves that "
-            f"there is none: the least peak that was seen is {gib(least)}. {self._fixed}. Raise the budget, or reduce "
-            "the batch.",
+            f"there is none: the least peak that was seen is {gib(least)}. {self._fixed}{self._earlier}. Raise the "
+            "budget, or reduce the batch.",
             least,
         )
+
+    @property
+    def _earlier(self) -> str:
+        """The words on graphs before this one: their bytes, and how a step has fewer of them."""
+        if not (saved := self._beside_bytes - self.outside.during_graphs):
+            return ""
+        of_ddp = (
+            "; DistributedDataParallel cuts the model at its buckets, and `torch._dynamo.config.optimize_ddp = False` "
+            "leaves it whole, to be planned as one graph"
+        )
+        is_cut = len({frame for frame, _ in (*self.cuts, self.key)}) < len({*self.cuts, self.key})
+        return f". {gib(saved)} of it were saved by graphs before this one{of_ddp if is_cut else ''}"
 
     @property
     def _fixed(self) -> str:

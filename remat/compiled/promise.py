@@ -1,8 +1,8 @@
 """The promise at run time: whether a step runs its compiled graphs as often, and with sizes as large, as planned.
 
 Rule 1  A run is alive from its forward until its backward begins, or until autograd lets go of it. A plan counts on
-        `uses` runs of each graph at once. More keep what they save beside the planned peak, and where that exceeds the
-        budget the next forward is refused.
+        `uses` runs of each graph at once. Whatever a step runs, a forward is refused that would exceed the budget
+        beside what all runs that are alive have saved.
 Rule 2  Open sizes are planned for as the batch had them that the graph was compiled for. A batch with more elements
         brings a warning, or is refused, unless it keeps the budget even if all that grows does so with the square of
         its elements, as the scores of attention may.
@@ -12,16 +12,21 @@ Runs under saved-tensor hooks are not counted: `torch.utils.checkpoint` around a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
+from remat._torch.dynamo import compilation
 from remat._torch.symbols import hinted
 from remat._torch.training import saved_tensors_are_hooked
 from remat.compiled.asked import Asked
@@ -30,84 +35,131 @@ from remat.units import gib
 
 if TYPE_CHECKING:
     from remat.compiled.outside import Outside
+    from remat.compiled.partitioner import Cut
 
 
 class _Run:
     """One run of a graph whose backward has not begun; its nodes of autograd hold it."""
+
+    def __init__(self, key: Any, kept_bytes: int):
+        self.key, self.kept_bytes = key, kept_bytes
 
 
 @dataclasses.dataclass
 class CompiledStep:
     """A step's graphs, which share its budget.
 
-    cuts  how each was cut, by the frame that it was captured from    runs  of each, those that are alive
+    cuts  how each was cut, by its key: its frame, and its place among the graphs of one compilation
+    runs  those that are alive
+    parameters  that its graphs are given
     """
 
     cuts: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    runs: dict[Any, weakref.WeakSet[_Run]] = dataclasses.field(default_factory=dict)
+    runs: weakref.WeakSet[_Run] = dataclasses.field(default_factory=weakref.WeakSet)
+    parameters: WeakIdKeyDictionary = dataclasses.field(default_factory=WeakIdKeyDictionary, compare=False)
+    _last: Any = None
+    _place: int = 0
 
-    def peak_bytes(self, uses: int, next_frame: Any) -> tuple[int, int]:
-        """Return (peak once `next_frame` runs again, its bytes more than planned). (Rule 1)"""
-        counts = {frame: len(runs) + (frame == next_frame) for frame, runs in self.runs.items()}
-        more = sum(max(count - uses, 0) * self.cuts[frame].halves.kept for frame, count in counts.items())
-        return more + max(cut.peak_bytes for cut in self.cuts.values()), more
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy a compiled model as one that is not compiled yet, as `torch.compile` itself does."""
+        return CompiledStep, ()
+
+    @contextlib.contextmanager
+    def adding(self) -> Iterator[Any]:
+        """Give a graph that is compiled its key: the one that it had, where its frame is compiled again.
+
+        A compilation has several graphs where DistributedDataParallel cuts them at its buckets.
+        """
+        frame, last = compilation()
+        place = self._place if last == self._last else 0
+        key = frame, place
+        self.cuts.pop(key, None)
+        yield key
+        self._last, self._place = last, place + 1
+
+    def warn_where_none_of(self, compiled: nn.Module) -> None:
+        """Warn after the first training forward of a compiled model if Dynamo captured no graph of it."""
+
+        def look(module: nn.Module, inputs: Any, results: Any) -> None:
+            if not (module.training and any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(results))):
+                return
+            looking.remove()
+            if self._last is None:
+                warnings.warn(
+                    "Dynamo captured no graph of this forward, so the step runs uncompiled and no budget is kept. A "
+                    "graph break inside a loop makes Dynamo skip the whole function: compile with `fullgraph=True` "
+                    "to see the place, or compile the blocks of the loop one by one, with `uses=`.",
+                    stacklevel=6,  # the line that calls the model
+                )
+
+        looking = compiled.register_forward_hook(look)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes that all runs that are alive have saved."""
+        return sum(run.kept_bytes for run in self.runs)
 
 
 class Promise:
     """A graph's promise, with which each of its runs is compared.
 
-    frame  that the graph was captured from; the promise is made while it is compiled, before the compiler changes it
+    key  of the graph in its step; the promise is made while it is compiled, before the compiler changes it
     """
 
     def __init__(
-        self, frame: Any, step: CompiledStep, asked: Asked, outside: Outside, graph: fx.Graph, inputs: Sequence[Any]
+        self, key: Any, step: CompiledStep, asked: Asked, outside: Outside, graph: fx.Graph, inputs: Sequence[Any]
     ):
-        self.frame, self.step, self.asked, self.outside = frame, step, asked, outside
+        self.key, self.step, self.asked, self.outside = key, step, asked, outside
         self.place, self.opened = place_of(graph), _opened(graph)
         self.planned = sum(hinted(inputs[i].numel()) for i in self.opened)
         self.largest = self.planned  # that a warning was given for
 
     def kept_by(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return the compiled graph with a comparison before each run; itself where it has nothing to save."""
-        return functools.partial(self._run, run) if self.frame in self.step.cuts else run
+        cut = self.step.cuts.get(self.key)
+        return run if cut is None else functools.partial(self._run, run, cut)
 
-    def _run(self, run: Callable[..., Any], *inputs: Any) -> Any:
+    def _run(self, run: Callable[..., Any], cut: Cut, *inputs: Any) -> Any:
         if self.opened:
-            self._compare_sizes(inputs)
+            self._compare_sizes(cut, inputs)
         if not torch.is_grad_enabled() or saved_tensors_are_hooked():
             return run(*inputs)
-        self._compare_runs()
+        self._compare_runs(cut)
         results = run(*inputs)
-        self._note(results)
+        self._note(cut, results)
         return results
 
-    def _compare_runs(self) -> None:
-        """Refuse a run more than planned that exceeds the budget. (Rule 1)"""
-        runs = self.step.runs.setdefault(self.frame, weakref.WeakSet())
-        peak, more = self.step.peak_bytes(self.asked.uses, self.frame)
-        if more and peak > self.asked.budget_bytes:
+    def _compare_runs(self, cut: Cut) -> None:
+        """Refuse a run that exceeds the budget beside others that are alive. (Rule 1)"""
+        peak = self.outside.during_graphs + self.step.kept_bytes + cut.halves.peak
+        if self.step.runs and peak > self.asked.budget_bytes:
+            count = 1 + sum(run.key == self.key for run in self.step.runs)
             raise UsageError(
-                f"a step runs the compiled graph at {self.place} {len(runs) + 1} times or more before the first "
+                f"a step runs the compiled graph at {self.place} {count} times or more before the first "
                 f"backward, and the plan is for `uses={self.asked.uses}`: the peak would be {gib(peak)} or more, and "
                 f"the budget is {gib(self.asked.budget_bytes)}. Compile with `uses=` as often as a step runs it."
             )
 
-    def _note(self, results: Iterable[Any]) -> None:
-        """Note that a run is alive; its nodes of autograd say when that ends. (Rule 1)"""
-        run, runs = _Run(), self.step.runs[self.frame]
-        nodes = {each.grad_fn for each in results if isinstance(each, Tensor) and each.grad_fn is not None}
+    def _note(self, cut: Cut, results: Iterable[Any]) -> None:
+        """Note that a run is alive; its nodes of autograd say when that ends. (Rule 1)
+
+        Graphs that DistributedDataParallel cuts run on fakes while the next is compiled, which keep nothing.
+        """
+        run, runs = _Run(self.key, cut.halves.kept), self.step.runs
+        made = (each for each in results if isinstance(each, Tensor) and not isinstance(each, FakeTensor))
+        nodes = {each.grad_fn for each in made if each.grad_fn is not None}
         for node in nodes:
             node.register_prehook(lambda _: runs.discard(run))  # it is called before what is saved is taken apart
         if nodes:
             runs.add(run)
 
-    def _compare_sizes(self, inputs: Sequence[Any]) -> None:
+    def _compare_sizes(self, cut: Cut, inputs: Sequence[Any]) -> None:
         """Warn of a batch larger than planned, or refuse it. (Rule 2)"""
         found, planned = sum(inputs[i].numel() for i in self.opened), self.planned
         if found <= self.largest:
             return
         times = found / planned
-        peak = self.step.cuts[self.frame].peak_bytes
+        peak = cut.peak_bytes
         grows = max(peak - self.outside.always - self.outside.gradients, 0)
         if peak + grows * (times**2 - 1) <= self.asked.budget_bytes:
             return
