@@ -444,14 +444,14 @@ class Skipped(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = doubled_apart(layer(x))
         return x
 
 
 @torch._dynamo.disable
-def doubled_apart(x: Tensor) -> Tensor:
+def doubled_apart(x: torch.Tensor) -> torch.Tensor:
     return 2 * x
 
 

@@ -80,7 +80,7 @@ def compile(
     _inductor(mode, of_inductor)
     given = of_inductor | {name: getattr(asked, name) for name in NAMES} | {"step": CompiledStep()}
     name_losses(model)
-    compiled: nn.Module = torch.compile(model, backend=remat, options=given, **options)
+    compiled: nn.Module = torch.compile(model, backend=remat, options=given, **options)  # type: ignore[assignment]
     given["step"].warn_where_none_of(compiled)
     return compiled
 
