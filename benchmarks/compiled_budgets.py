@@ -8,8 +8,9 @@ are timed in turns, and gradients are compared with those of the default compila
 
     python -m benchmarks compiled_budgets:gpt2,vit,share=0.7,share=0.5
     build/card/python -m benchmarks compiled_budgets          on PyTorch's CUDA build, without a GPU
+    build/card/python -m benchmarks compiled_budgets:gpt2_124m,budget=9GiB,budget=4GiB
 
-On CUDA a family has its usual width and four layers, on the CPU two narrow ones.
+On CUDA a family has its usual width and four layers, on the CPU two narrow ones; gpt2_124m, only when named, is whole.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from remat.compiled.promise import CompiledStep
 from remat.costing.device_allocator import measure_peak, time_once_us
 from remat.models import bert, convnext, gpt2, llama, resnet, swin, t5, vit
 from remat.recording.fake_step import autocast_context
-from remat.units import MIB
+from remat.units import MIB, parse_bytes
 from remat.workload.workload import Workload
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -59,6 +60,10 @@ FAMILIES: dict[str, Callable[[], Workload]] = {
     "convnext": lambda: convnext.workload("convnext", widths=(_STEM, 2 * _STEM), depths=(2, 2), **_IMAGES),
     "swin": lambda: swin.workload("swin", width=_STEM, depths=(2, 2), heads=(2, 4), window=7, **_IMAGES),
 }
+WHOLE: dict[str, Callable[[], Workload]] = {
+    "gpt2_124m": lambda: gpt2.workload("gpt2", batch_size=24, width=768, layers=12, heads=12),
+}
+SHARES = (0.8, 0.6, 0.45, 0.3)
 REPEATS = 5
 COLUMNS = [
     "workload",
@@ -141,24 +146,20 @@ def _requested() -> int:
 
 
 def main(*arguments: str) -> None:
-    shares = [float(given.partition("=")[2]) for given in arguments if given.startswith("share=")] or [
-        0.8,
-        0.6,
-        0.45,
-        0.3,
-    ]
+    names = [given for given in arguments if "=" not in given] or list(FAMILIES)
+    limits = [given.split("=") for given in arguments if "=" in given] or [["share", str(share)] for share in SHARES]
     rows: list[dict[str, Any]] = []
     about = report.provenance(HERE)
     if ON_CARD:
         about["device"] = "PyTorch's CUDA build, without a GPU"
-    for name in [given for given in arguments if not given.startswith("share=")] or list(FAMILIES):
-        for row in _rows(FAMILIES[name](), shares):
+    for name in names:
+        for row in _rows((FAMILIES | WHOLE)[name](), limits):
             rows.append(row)
             print({key: row[key] for key in COLUMNS if key in row}, flush=True)
             report.write(report.stem(NAME, HERE), about, rows, COLUMNS)  # so far
 
 
-def _rows(workload: Workload, shares: Sequence[float]) -> Iterator[dict[str, Any]]:
+def _rows(workload: Workload, limits: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
     ratios = Ratios(1 << 60, Outside(0, 0, 0))
 
     def by_default(graph: Any, inputs: Any) -> Any:
@@ -166,10 +167,11 @@ def _rows(workload: Workload, shares: Sequence[float]) -> Iterator[dict[str, Any
             return inductor_with(None, {})(graph, inputs)
 
     default = Step(workload, lambda model: torch.compile(model, backend=by_default))
-    for share in shares:
-        budget = int(default.fixed_bytes + share * (default.peak_bytes - default.fixed_bytes))
+    free = default.peak_bytes - default.fixed_bytes
+    for kind, limit in limits:
+        budget = parse_bytes(limit) if kind == "budget" else int(default.fixed_bytes + float(limit) * free)
         row: dict[str, Any] = {"workload": f"{workload.name} {workload.batch_size} x {workload.seq_len}"}
-        row |= {"share": share, "budget_mib": _mib(budget)}
+        row |= {"share": round((budget - default.fixed_bytes) / free, 3), "budget_mib": _mib(budget)}
         try:
             yield row | _compared(workload, default, budget, ratios.found)
         except remat.RematError as error:  # a row that fails stays in the table
