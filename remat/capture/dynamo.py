@@ -286,10 +286,6 @@ class _Backend(Capture):
         return self._calls.compile(graph_module, example_inputs)
 
 
-def _interpreted(execute_call: ExecuteCall, graph_module: fx.GraphModule) -> Callable[..., Any]:
-    return lambda call, *args: execute_call(call, graph_module, args)
-
-
 def drop_dead_views(graph_module: fx.GraphModule) -> None:
     """Remove unused views.
 
