@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
 from remat._torch.door import internal
+from remat._torch.symbols import hinted
 
 Backend = Callable[..., Callable[..., Any]]
 
@@ -176,7 +177,7 @@ def compiled_halves(forward: fx.GraphModule, backward: fx.GraphModule, results: 
     with reporting() as strides:
         first = compile_inner(_copied(forward, range(results)), _values(forward.graph.find_nodes(op="placeholder")))
     laid_out = {
-        node.name: tuple(map(int, stride))
+        node.name: tuple(stride)
         for node, stride in zip(_results_of(forward), strides or (), strict=False)
         if isinstance(node, fx.Node) and stride is not None
     }
@@ -185,10 +186,12 @@ def compiled_halves(forward: fx.GraphModule, backward: fx.GraphModule, results: 
         return first, compile_inner(_copied(backward, ()), given, is_backward=True)
 
 
-def _with_stride(node: fx.Node, stride: tuple[int, ...] | None) -> Any:
-    """Return the value of a node with the strides that Inductor gives it."""
+def _with_stride(node: fx.Node, stride: tuple[Any, ...] | None) -> Any:
+    """Return the value of a node with the strides that Inductor gives it; strides that are open stay open."""
     value = node.meta.get("val")
-    if stride is None or not isinstance(value, torch.Tensor) or value.stride() == stride:
+    if stride is None or not isinstance(value, torch.Tensor):
+        return value
+    if [*map(hinted, value.stride())] == [*map(hinted, stride)]:
         return value
     return value.as_strided(value.size(), stride)
 

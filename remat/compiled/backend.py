@@ -10,8 +10,7 @@ that no graph takes are not counted. `remat.compile` knows the model.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ from remat._torch.dynamo import ddp_around, passed_on
 from remat._torch.inductor import chosen_decompositions, compiling_with, inductor_with
 from remat.compiled.asked import NAMES, Asked
 from remat.compiled.promise import CompiledStep, Promise
-from remat.errors import NoPlanInTime, RematError, UsageError
+from remat.errors import RematError, UsageError
 from remat.execution.planned_forward import OnLarger
 from remat.workload.training_loop import Holds
 
@@ -144,8 +143,7 @@ def _compiled(
 
     chunked = _chunked(asked, outside, graph_module)
     if chunked is None:
-        with _naming_open_losses(asked, graph_module):
-            return planned(graph_module)
+        return planned(graph_module)
     try:
         return planned(graph_module, searches=False)
     except Exception as failure:
@@ -177,22 +175,6 @@ def _chunked(asked: Asked, outside: Outside, graph_module: fx.GraphModule) -> Ch
     if not asked.may_chunk_losses:
         return None
     return in_chunks(graph_module, asked.budget_bytes - outside.during_graphs)
-
-
-@contextlib.contextmanager
-def _naming_open_losses(asked: Asked, graph_module: fx.GraphModule) -> Iterator[None]:
-    """Say where no plan was found that losses would have run in chunks if no size were open."""
-    from remat.compiled.losses import has_open_losses
-
-    is_open = asked.may_chunk_losses and has_open_losses(graph_module)
-    try:
-        yield
-    except Exception as failure:
-        told: Any = passed_on(failure, NoPlanInTime)
-        if told is None or not is_open:
-            raise
-        why = "Losses run in chunks only where no size is open: compile with `dynamic=False`, which plans each size."
-        raise NoPlanInTime(f"{told} {why}", told.least_peak_bytes) from None
 
 
 def _comes_from_default(failure: Exception) -> bool:

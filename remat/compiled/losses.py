@@ -8,13 +8,14 @@ partitioner chooses among their values as among all others. `heads.py` says what
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from remat._torch.symbols import hinted
 from remat.chunking.chunk import WITHHELD, chunk
 from remat.chunking.chunked_loss import ChunkedLoss, Given, RunningSum, Sums, slices_of
 from remat.chunking.heads import Head, find_heads, linear_arguments
@@ -71,25 +72,16 @@ def in_chunks(graph_module: fx.GraphModule, room_bytes: int) -> Chunked | None:
     return Chunked(module, [(i, stand_in) for i in positions])
 
 
-def has_open_losses(graph_module: fx.GraphModule) -> bool:
-    """Return whether losses of a captured graph stay whole because their sizes are open."""
-    return any(map(_is_open, find_heads(graph_module)))
-
-
 def _may_be_chunked(head: Head) -> bool:
-    """Return whether sizes are known, the dtype holds unscaled gradients, and chunks take less than the whole.
+    """Return whether the dtype holds unscaled gradients, and chunks take less than the whole.
 
     A whole loss has logits and their gradient at once. Chunks have the sum of the weight's gradient, which a whole loss
     comes to only later and in the weight's dtype, and one addend beside it.
     """
-    if head.linear.meta["example_value"].dtype == torch.float16 or _is_open(head):
+    if head.linear.meta["example_value"].dtype == torch.float16:
         return False
     weight: Tensor = linear_arguments(head.linear)[1].meta["example_value"]
     return not weight.requires_grad or head.logits_bytes > 2 * weight.numel()
-
-
-def _is_open(head: Head) -> bool:
-    return not all(isinstance(size, int) for size in head.linear.meta["example_value"].shape)
 
 
 @torch.library.custom_op("remat::add_to", mutates_args=("total",))
@@ -117,6 +109,15 @@ class _Sum(RunningSum):
             _add_to(self.total, part)
 
 
+def _cuts(rows: int | torch.SymInt, slices: int) -> Iterable[slice]:
+    """Cut rows into chunks: an open number of them into as many as at present, equal ones and a rest."""
+    if isinstance(rows, int):
+        return slices_of(rows, slices)
+    count = len(list(slices_of(hinted(rows), slices)))
+    borders = [i * (rows // count) for i in range(count)]
+    return map(slice, borders, [*borders[1:], rows])
+
+
 class UnrolledLoss(ChunkedLoss):
     """A chunked loss for a compiler to trace: a chunk is not cut into pieces, since its kernels fuse."""
 
@@ -127,7 +128,7 @@ class UnrolledLoss(ChunkedLoss):
         weight, bias = self.cast(given.weight), None if given.bias is None else self.cast(given.bias)
         losses, of_rows, by_row = list[Tensor](), list[Tensor](), None
         of_weight, of_bias = _Sum(given.weight.dtype), _Sum(given.weight.dtype)
-        for cut in slices_of(rows.shape[0], self.slices):
+        for cut in _cuts(rows.shape[0], self.slices):
             made = [each for each in (*of_rows[-1:], of_weight.total, of_bias.total) if each is not None]
             here = _rows_after(rows, cut.start, cut.stop, made)
             logits = F.linear(here, weight, bias)
