@@ -49,8 +49,7 @@ from remat.compiled.joint import Joint
 
 VARIABLES = 30_000  # the most of r
 _LAST = 1 << 30  # a stage after all others
-_UNITS = 1 << 20  # bytes are whole multiples of so small a part of the largest sum, rounded up
-_PRICES = 1 << 24  # and prices of this one, rounded down: so the bound holds
+_UNITS = 1 << 24  # bytes and prices are multiples of so small a part of the largest sum: bytes rounded up, prices down
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,7 +325,7 @@ class _Program:
     def limit_memory(self, most_bytes: int, more: More) -> None:
         """Add (5) and (6), with the highest of all sums as a variable."""
         values, unit = self.joint.values, max(sum(value.size_bytes for value in self.joint.values) // _UNITS, 1)
-        total = self.joint.uses * sum(value.size_bytes for value in values) + max(self.joint.own_bytes, default=0)
+        total = self.joint.uses * sum(v.size_bytes + unit for v in values) + max(self.joint.own_bytes, default=0) + unit
         most = min(most_bytes, total + max(more.forward, *more.backward, 0))
         self.most = self.model.new_int_var(0, max(most // unit, 0), "M")
         kept = [(each, v.size_bytes) for each, v in zip(self.s, values, strict=True) if each is not None]
@@ -347,7 +346,7 @@ class _Program:
         costs = [(each, v.save_us) for each, v in zip(self.s, values, strict=True) if each is not None]
         costs += [(made, v.remake_us) for i, v in enumerate(values) if (made := self._made(i, _LAST)) is not None]
         costs += [(held, v.held_us) for held, v in zip(self.x, values, strict=True) if held is not None]
-        self.scale = _PRICES / max(sum(cost for _, cost in costs), 1e-9)
+        self.scale = _UNITS / max(sum(cost for _, cost in costs), 1e-9)
         terms = [each for each, _ in costs]
         price = cp_model.LinearExpr.weighted_sum(terms, [int(cost * self.scale) for _, cost in costs])
         self.model.minimize(self.most if least else price)
