@@ -15,6 +15,7 @@ On CUDA a family has its usual width and four layers, on the CPU two narrow ones
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import statistics
@@ -57,7 +58,9 @@ FAMILIES: dict[str, Callable[[], Workload]] = {
     "t5": lambda: t5.workload("t5", seq_len=_LENGTH, vocab=_VOCAB, **_TEXT),
     "vit": lambda: vit.workload("vit", width=_TEXT["width"], layers=_LAYERS, heads=_TEXT["heads"], **_IMAGES),
     "resnet": lambda: resnet.workload("resnet", stem=_STEM, widths=(4 * _STEM, 8 * _STEM), depths=(2, 2), **_IMAGES),
-    "convnext": lambda: convnext.workload("convnext", widths=(_STEM, 2 * _STEM), depths=(2, 2), **_IMAGES),
+    "convnext": lambda: convnext.workload(
+        "convnext", widths=(_STEM, 2 * _STEM, 4 * _STEM, 8 * _STEM), depths=(1, 1, 2, 1), **_IMAGES
+    ),
     "swin": lambda: swin.workload("swin", width=_STEM, depths=(2, 2), heads=(2, 4), window=7, **_IMAGES),
 }
 WHOLE: dict[str, Callable[[], Workload]] = {
@@ -103,6 +106,7 @@ class Step:
 
     def __init__(self, workload: Workload, compiled: Callable[[Any], Any]):
         torch._dynamo.reset()
+        gc.collect()  # a row that failed has left a step behind, in frames of its error
         if IS_LARGE:
             torch._C._cuda_clearCublasWorkspaces()
         before = _requested()
