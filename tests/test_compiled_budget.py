@@ -606,7 +606,9 @@ def test_a_value_that_takes_nothing_is_not_both_saved_and_made_again() -> None:
     joint = Joint((a, b, dataclasses.replace(c, last=2)), (2, 2, 4))
     answer = solve(joint, 1 << 30, gap=0.0, least=True)
     assert answer.saved is not None
-    assert max(judged(joint, answer.saved).alive_bytes) == min(max(judged(joint, s).alive_bytes) for s in subsets(joint))
+    assert max(judged(joint, answer.saved).alive_bytes) == min(
+        max(judged(joint, s).alive_bytes) for s in subsets(joint)
+    )
 
 
 # Outside the graphs
