@@ -560,24 +560,24 @@ def tables(draw: st.DrawFn) -> Joint:
     for i in range(draw(st.integers(2, 6))):
         inputs = tuple(sorted(draw(st.sets(st.integers(0, i - 1), max_size=2)))) if i else ()
         read = sorted(draw(st.sets(st.integers(0, stages - 1), min_size=i == 0, max_size=2)))
-        fuses = len(read) < 2 and draw(st.booleans())
+        fuses, can_remake = len(read) < 2 and draw(st.booleans()), draw(st.integers(0, 4)) > 0
         values.append(
             Value(
                 name=f"v{i}",
-                size_bytes=draw(st.integers(1, 9)),
+                size_bytes=draw(st.integers(0, 9)),
                 save_us=draw(st.sampled_from((0.0, 0.5, 2.0))),
-                remake_us=draw(st.sampled_from((0.25, 1.0, 3.0))),
+                remake_us=draw(st.sampled_from((0.0, 0.25, 1.0, 3.0))),
                 fuses=fuses,
                 held_us=draw(st.sampled_from((0.25, 1.0))) if fuses else 0.0,
                 inputs=inputs,
                 first=read[0] if read else None,
                 last=read[-1] if read else None,
-                can_save=True,
-                can_remake=draw(st.integers(0, 4)) > 0,
+                can_save=not can_remake or draw(st.integers(0, 3)) > 0,
+                can_remake=can_remake,
             )
         )
     own_bytes = draw(st.lists(st.integers(0, 4), min_size=stages, max_size=stages))
-    return Joint(tuple(values), tuple(own_bytes), draw(st.integers(1, 2)))
+    return Joint(tuple(values), tuple(own_bytes), draw(st.integers(1, 3)))
 
 
 @settings(max_examples=60)
@@ -598,6 +598,26 @@ def test_the_program_finds_what_trying_every_choice_finds(joint: Joint, share: f
         assert not is_exact or found.price_us == pytest.approx(min(fitting), abs=1e-4)
         assert answer.bound_us <= found.price_us + 1e-9
     assert solve(joint, peaks[0] - 1).saved is None
+
+
+def test_a_choice_that_needs_every_byte_of_a_large_budget_is_found() -> None:
+    sizes = [dataclasses.replace(each, size_bytes=(each.size_bytes << 20) + 1) for each in CHAIN.values]
+    joint = dataclasses.replace(CHAIN, values=tuple(sizes))
+    choices = [judged(joint, saved) for saved in subsets(joint)]
+    best = min(choices, key=lambda each: max(each.kept_bytes, *each.alive_bytes))
+    answer = solve(joint, max(best.kept_bytes, *best.alive_bytes), gap=0.0)
+    assert answer.saved is not None and answer.bound_us <= best.price_us
+
+
+def test_a_value_that_takes_nothing_is_not_both_saved_and_made_again() -> None:
+    """Made again beside that, c would let b be made early, so that a need not wait."""
+    a, b, c = value("a", 5, (), 1, can_remake=False), value("b", 6, (0,), 2), value("c", 0, (0, 1), 0)
+    joint = Joint((a, b, dataclasses.replace(c, last=2)), (2, 2, 4))
+    answer = solve(joint, 1 << 30, gap=0.0, least=True)
+    assert answer.saved is not None
+    assert max(judged(joint, answer.saved).alive_bytes) == min(
+        max(judged(joint, s).alive_bytes) for s in subsets(joint)
+    )
 
 
 # Outside the graphs

@@ -174,6 +174,13 @@ def test_blocks_with_equal_options_of_their_own_are_planned_once(monkeypatch: py
     assert len(planned) == 1
 
 
+def test_a_model_that_is_compiled_anew_after_a_reset_has_its_whole_budget(of_one_run: int) -> None:
+    run = compiled(of_one_run)
+    stepped(run, 1)
+    torch._dynamo.reset()
+    stepped(run, 1)
+
+
 class Wide(nn.Module):
     """Graphs whose parameters are large beside all else."""
 

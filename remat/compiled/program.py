@@ -19,6 +19,7 @@ s.t.       s[v] + r[v, first[v]] >= 1                     where backward reads v
            x[v] >= r[v,t] - r[u,t] + r[u, due[u]] - 1     for every u made of v                (9)
            a[v,t] >= s[v] + r[v,t]                        up to backward's last read of v      (10)
            a[v,t] >= s[v] + r[v,t] - r[u,t-1] + r[u, due[u]] - 1   after it, for every u       (11)
+           s[v] + r[v, due[v]] <= 1                                                            (12)
 
 k is what other runs of the graph have saved: (uses - 1) times the sum in (5).
 
@@ -49,7 +50,7 @@ from remat.compiled.joint import Joint
 
 VARIABLES = 30_000  # the most of r
 _LAST = 1 << 30  # a stage after all others
-_UNITS = 1 << 20  # bytes are whole multiples of so small a part of the largest sum, rounded up
+_UNITS = 1 << 40  # bytes are whole multiples of so small a part of the largest sum, rounded up: exact below a TiB
 _PRICES = 1 << 24  # and prices of this one, rounded down: so the bound holds
 
 
@@ -233,6 +234,7 @@ class _Program:
         for v, value in enumerate(joint.values):
             if value.first is not None:
                 self.model.add_bool_or(self._there(v, value.first))  # (2)
+            self.model.add_at_most_one(self._there(v, _LAST))  # (12)
             for t, made in self.r[v].items():
                 for u in value.inputs:
                     self.model.add_bool_or([made.negated(), *self._there(u, t)])  # (3)
@@ -328,7 +330,7 @@ class _Program:
         values, unit = self.joint.values, max(sum(value.size_bytes for value in self.joint.values) // _UNITS, 1)
         total = self.joint.uses * sum(value.size_bytes for value in values) + max(self.joint.own_bytes, default=0)
         most = min(most_bytes, total + max(more.forward, *more.backward, 0))
-        self.most = self.model.new_int_var(0, max(most // unit, 0), "M")
+        self.most = self.model.new_int_var(min(most // unit, 0), most // unit, "M")
         kept = [(each, v.size_bytes) for each, v in zip(self.s, values, strict=True) if each is not None]
         others = [(each, (self.joint.uses - 1) * size) for each, size in kept if self.joint.uses > 1]
         self._limit([*others, *kept], more.forward, unit)

@@ -68,10 +68,11 @@ class CompiledStep:
     def adding(self) -> Iterator[Any]:
         """Give a graph that is compiled its key: the one that it had, where its frame is compiled again.
 
-        A compilation has several graphs where DistributedDataParallel cuts them at its buckets.
+        A compilation has several graphs where DistributedDataParallel cuts them at its buckets. Its id is compared by
+        identity: `torch._dynamo.reset` counts from the beginning.
         """
         frame, last = compilation()
-        place = self._place if last == self._last else 0
+        place = self._place if last is self._last else 0
         key = frame, place
         self.cuts.pop(key, None)
         yield key
