@@ -600,6 +600,15 @@ def test_the_program_finds_what_trying_every_choice_finds(joint: Joint, share: f
     assert solve(joint, peaks[0] - 1).saved is None
 
 
+def test_a_choice_that_needs_every_byte_of_a_large_budget_is_found() -> None:
+    sizes = [dataclasses.replace(each, size_bytes=(each.size_bytes << 20) + 1) for each in CHAIN.values]
+    joint = dataclasses.replace(CHAIN, values=tuple(sizes))
+    choices = [judged(joint, saved) for saved in subsets(joint)]
+    best = min(choices, key=lambda each: max(each.kept_bytes, *each.alive_bytes))
+    answer = solve(joint, max(best.kept_bytes, *best.alive_bytes), gap=0.0)
+    assert answer.saved is not None and answer.bound_us <= best.price_us
+
+
 def test_a_value_that_takes_nothing_is_not_both_saved_and_made_again() -> None:
     """Made again beside that, c would let b be made early, so that a need not wait."""
     a, b, c = value("a", 5, (), 1, can_remake=False), value("b", 6, (0,), 2), value("c", 0, (0, 1), 0)

@@ -260,7 +260,7 @@ def test_a_compiler_is_refused_by_name(part: str, graphs: Any) -> None:
     model = apply(built(TRANSFORMER), plan_of(graphs["transformer"][1]))
     whole = part == "whole"
     (model if whole else model.layers[2]).compile(backend="aot_eager")  # type: ignore[index,union-attr]
-    with pytest.raises(UsageError, match=r"a plan of modules runs in eager mode only: leave torch\.compile out"):
+    with pytest.raises(UsageError, match=r"runs in eager mode only: leave torch\.compile out.*remat\.compile\("):
         trained(TRANSFORMER, model)
     ids = torch.randint(VOCAB, (2, LENGTH))
     assert torch.equal(model.eval()(ids), built(TRANSFORMER).eval()(ids))

@@ -523,7 +523,6 @@ HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the sn
 
 
 SLOW = {
-    'options={"plan"': "compiles C++, twice",
     "remat.compile(": "plans and compiles C++, twice",
     "remat.integrations.transformers": "trains four steps; test_trainers.py makes and trains such a plan",
     "remat.integrations.lightning": "test_frameworks.py runs the same as an example",

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -309,7 +310,7 @@ class Search:
             and (better := judged(self.joint, exact.saved)).price_us < (1 - WORTH) * best.price_us
         ):
             best = better if self.fits(better) else best
-        return best, exact.bound_us
+        return best, exact.bound_us if math.isfinite(exact.bound_us) else 0.0  # the code needs less than its table
 
     def _answers(self, last: Choice, more: More) -> list[Choice]:
         """Solve the coarse program; without an answer the exact one, then for the least peak where nothing fits yet."""

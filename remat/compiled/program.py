@@ -50,7 +50,8 @@ from remat.compiled.joint import Joint
 
 VARIABLES = 30_000  # the most of r
 _LAST = 1 << 30  # a stage after all others
-_UNITS = 1 << 24  # bytes and prices are multiples of so small a part of the largest sum: bytes rounded up, prices down
+_UNITS = 1 << 40  # bytes are whole multiples of so small a part of the largest sum, rounded up: exact below a TiB
+_PRICES = 1 << 24  # and prices of this one, rounded down: so the bound holds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,7 +349,7 @@ class _Program:
         costs = [(each, v.save_us) for each, v in zip(self.s, values, strict=True) if each is not None]
         costs += [(made, v.remake_us) for i, v in enumerate(values) if (made := self._made(i, _LAST)) is not None]
         costs += [(held, v.held_us) for held, v in zip(self.x, values, strict=True) if held is not None]
-        self.scale = _UNITS / max(sum(cost for _, cost in costs), 1e-9)
+        self.scale = _PRICES / max(sum(cost for _, cost in costs), 1e-9)
         terms = [each for each, _ in costs]
         price = cp_model.LinearExpr.weighted_sum(terms, [int(cost * self.scale) for _, cost in costs])
         self.model.minimize(self.most if least else price)

@@ -143,7 +143,7 @@ class Prediction(TypedDict, total=False):
     """The predicted peak and time of the whole step. A file of an older version may lack some keys.
 
     peak_bytes            of the replay, or of the evaluator if it was not replayed: `judged_by` says which
-    evaluator_peak_bytes  the evaluator's peak if it differs, as for modules and compiled steps
+    evaluator_peak_bytes  the evaluator's peak if it differs, as for modules
     peak_at               the operator, for a person
     step_time_us          including recomputation: the device's or the host's time, whichever is longer
     recompute_time_us     the device's time for recomputation, a part of it

@@ -33,7 +33,7 @@ def apply(
         model: The model that the plan was made for.
         plan: A plan, or the path of its file.
         on_larger: "warn" or "refuse" (raise PlanMismatch) a batch larger than planned, and anything else that may need
-            more memory (parameters that were frozen, another compiler).
+            more memory (parameters that were frozen).
         observe: Count recomputed nodes, at the price of a Python call for each.
         verify_first_step: Compare the first training forward, and the values that its backward recomputes, with the
             model without the plan, at the price of one more forward, once.

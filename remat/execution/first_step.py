@@ -10,8 +10,8 @@ Rule 1  The untouched forward makes a graph as training does, and keeps nothing 
         without gradients may be something else. It takes less than the planned forward does, but for values that a plan
         never has at once, such as logits. Where the budget has no room for those, it ends in front of the head, and
         what the head is given is compared; where there is no such place, nothing is, and that is said.
-Rule 2  Values are compared bit by bit. A plan that announces other roundings (slices, fused groups, a compiler, masks
-        that a batch would do without) may be as far away as they explain. Where a device does not repeat itself, the
+Rule 2  Values are compared bit by bit. A plan that announces other roundings (slices, fused groups, masks that a
+        batch would do without) may be as far away as they explain. Where a device does not repeat itself, the
         untouched forward is run again, and the planned one may be `NOISE` times as far away.
 """
 
@@ -85,23 +85,21 @@ class FirstStep:
         self._form = form_of(plan.about)
         self._done: set[int] = set()  # forwards of the step
 
-    def run(
-        self, number: int, planned: Forward, untouched: Forward, given: Any, rounds: Callable[[], bool] | None = None
-    ) -> Any:
+    def run(self, number: int, planned: Forward, untouched: Forward, given: Any, rounds: Callable[[], bool]) -> Any:
         """Run `planned`, forward `number` of the step, and return its outputs; verify them if that is due.
 
         untouched  takes the arguments `given` too, or rather copies of their containers
-        rounds     asked afterwards, whether the planned one may differ in rounding; None: it is compiled
+        rounds     asked afterwards, whether the planned one may differ in rounding
 
         Raises FirstStepMismatch, now or in the backward, if the plan is not this model's.
         """
-        if not self._is_due(number) or (rounds is None and self._draws):
+        if not self._is_due(number):
             return planned()
         comparison = self._prepared(untouched, given)
         found: list[Digest] = []
         before, self._heads.on_sums = self._heads.on_sums, lambda head, given, sums: found.append(_of_rows(given.rows))
         try:
-            with self.recomputing(number) if rounds is not None else contextlib.nullcontext():
+            with self.recomputing(number):
                 outputs = planned()
         finally:
             self._heads.on_sums = before
@@ -110,9 +108,9 @@ class FirstStep:
             _cannot(comparison)
         elif comparison is not None:
             # a reentrant checkpoint of the model hides its parameters, and does nothing under a plan
-            shows = rounds is not None and not self._plan.about.get("own_checkpoints")
+            shows = not self._plan.about.get("own_checkpoints")
             seen = _seen(self._model, outputs, found, reached=shows)
-            comparison.require(seen, may_round=rounds is None or rounds() or self._announces_roundings)
+            comparison.require(seen, may_round=rounds() or self._announces_roundings)
         return outputs
 
     @contextlib.contextmanager
@@ -136,11 +134,6 @@ class FirstStep:
         first = next(self._model.parameters(), None)
         is_transformed = first is not None and unwrapped(first) is not first
         return self._is_on and number not in self._done and not fakes_are_on() and not is_transformed
-
-    @property
-    def _draws(self) -> bool:
-        """Whether the step draws random numbers, which a compiler may draw in its own way."""
-        return any(node.draws for identity in self._plan.identities for node in identity)
 
     @property
     def _announces_roundings(self) -> bool:

@@ -85,7 +85,7 @@ def predict(study: Study, found: FoundPlan) -> Prediction:
     """Predict peak and time of the step under a plan.
 
     The peak is the replay's if the plan was replayed. `evaluator_peak_bytes` then records a different peak by the
-    evaluator, which modules and compiled steps may have; for a plan that runs eagerly, it is a bug.
+    evaluator, which modules may have; for a plan that runs eagerly, it is a bug.
     """
     problem, solution, profile = study.problem(found.at, 0), found.solution, found.at.profile
     graph, memory = problem.graph, problem.memory.offloading(solution.offloads)

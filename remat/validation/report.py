@@ -28,8 +28,8 @@ class Report:
         loss_equal: Whether the loss is as promised.
         gradients_equal: Whether every gradient is bitwise equal, or near float64 if listed in `gradients_near`.
         max_gradient_error: Largest absolute difference of a gradient.
-        recomputed_nodes: Planned and observed; None if they cannot be seen, as in a compiled step.
-        kernel_differences: The first few; empty for a compiled step, whose kernels cannot be seen.
+        recomputed_nodes: Planned and observed.
+        kernel_differences: The first few.
         notes: Sentences about reductions, new predictions, other comparisons and tolerances.
         gradients_near: Parameters with gradients summed in chunks: distance from float64 over the eager baseline's.
         groups_near: Fused groups: distance of their results from float64 over that of their nodes run one by one. Loss

@@ -174,8 +174,8 @@ class ModuleRegion:
 def _refuse_trace() -> None:
     """Refuse a compiler's trace: it would not see the regions, and nothing would be recomputed."""
     raise UsageError(
-        "a plan of modules runs in eager mode only: leave torch.compile out, or make a plan of nodes for it "
-        '(`depth=1`, without `execution="modules"`).'
+        "a plan of modules runs in eager mode only: leave torch.compile out. For a compiled step within a budget leave "
+        "the plan out and use remat.compile(model, budget=...)."
     )
 
 
