@@ -652,6 +652,7 @@ def test_an_optimizer_steps_between_compiled_graphs_while_one_is_compiled(monkey
 @pytest.mark.cuda
 def test_on_a_gpu_cublas_has_a_workspace_for_forward_and_one_for_backward() -> None:
     clear_cublas_workspaces()
+    torch.cuda.init()  # without which there are no statistics
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     x = torch.empty(128, 128, device="cuda", requires_grad=True)
     (x @ x).sum().backward()

@@ -7,8 +7,8 @@ value on, as sizes are (`dynamic_shapes.py`): inputs of the graph, out of which 
 Rule 1  Sizes of tensors stay closed where a forward is several graphs, as they do without open numbers.
 Rule 2  A float that an operator is given stays open too: the graph has the rate of a dropout, not its value.
 Rule 3  What numpy computes of a number is a number, open or not, in every capture: as in eager mode.
-Rule 4  A number that a generator of Python's draws is an input of the graph, in every capture that no compiler is to
-        run. Where the trace fails for it, as where it decides a shape, the forward is traced again with a break there.
+Rule 4  A number that a generator of Python's draws is an input of the graph. Where the trace fails for it, as where it
+        decides a shape, the forward is traced again with a break there.
 
 A branch that a number decides is guarded, and traced once for each way that it goes.
 """
