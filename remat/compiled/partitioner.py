@@ -4,14 +4,13 @@ torch's partitioner cuts, and all that it does afterwards is its own; only the c
 
 1. PyTorch's own choice is lowered. Where it fits, it is kept.
 2. Otherwise the program is solved (`program.py`) for a little less than it may need: as much less, or more, as the
-   lowered code of the choice before differed from the program's estimate. Its answer, and PyTorch's at every ratio of
-   its memory budget, are ordered by price; the cheapest that should fit is lowered. After `ROUNDS` of this at most, the
-   exact program is solved once, for the bound. Where its answer is cheaper, that is lowered too. The cheapest that
-   really fits is handed out.
+   lowered code of the choice before differed from the program's estimate. Its answer is lowered. Where it has none, the
+   choice that needs least, and PyTorch's at every ratio of its memory budget, are lowered instead. After `ROUNDS` of
+   this at most, the cheapest that really fits is handed out.
 
-So no choice is handed out whose compiled code exceeds the budget, and none of PyTorch's that was lowered and fits is
-cheaper. Where nothing fits, `NoPlanInTime` names the least peak that was seen: another choice may need less. Where the
-budget is too small for the bytes that no choice changes, `Infeasible` is raised before any search.
+So no choice is handed out whose compiled code exceeds the budget. Where nothing fits, `NoPlanInTime` names the least
+peak that was seen: another choice may need less. Where the budget is too small for the bytes that no choice changes,
+`Infeasible` is raised before any search.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ from remat.units import gib, ms
 log = logging.getLogger(__name__)
 RATIOS = tuple(tenth / 10 for tenth in range(10))
 ROUNDS = 6
-CLOSE = 0.98  # of what a graph may need: a choice that needs as much is not improved on
+ALIKE = 0.002  # of what a graph may need: where table and code differ by less, the table's answer is the last
 WORTH = 0.005  # of the price: an answer that saves less is not lowered
-EFFORT = 30.0  # of the coarse program: it ends far before, unless budgets are tight
 NO_LIMIT = 1 << 62
 _HOMES = ("joint", "peak", "program", "partitioner")
 
@@ -289,41 +287,32 @@ class Search:
     def run(self) -> tuple[Choice, float | None] | None:
         """Search, and return (the cheapest choice that fits, the bound); None where none was found.
 
-        The bound is for a table that is corrected by the code of a choice that fits.
+        The bound is for the table as the code that was lowered before corrects it.
         """
         if self.fits_by_default:
             return self.default, None
-        last, more = self.default, self._more(self.default)
+        last, more, bound = self.default, self._more(self.default), 0.0
         for _ in range(ROUNDS):
-            if (found := self._next([*self._answers(last, more), *self.portfolio], more)) is None:
+            solved = solve(self.joint, self.most_bytes, more, start=last.saved)
+            bound = solved.bound_us
+            if (found := self._next(self._answers(solved, more), more)) is None:
                 break
             last = found
             self.tried.append(last)
-            if self.fits(last) and self.needs(self.lower(last)) >= CLOSE * self.most_bytes:
+            if self.fits(last) and abs(more.peak_bytes(last) - self.needs(self.lower(last))) <= ALIKE * self.most_bytes:
                 break
             more = self._more(last) if self.fits(last) else more.at_least(self._more(last))
-        if (best := self._cheapest()) is None:
-            return None
-        exact = solve(self.joint, self.most_bytes, self._more(best), start=best.saved)
-        if (
-            exact.saved is not None
-            and (better := judged(self.joint, exact.saved)).price_us < (1 - WORTH) * best.price_us
-        ):
-            best = better if self.fits(better) else best
-        return best, exact.bound_us if math.isfinite(exact.bound_us) else 0.0  # the code needs less than its table
+        best = self._cheapest()
+        return None if best is None else (best, bound if math.isfinite(bound) else 0.0)
 
-    def _answers(self, last: Choice, more: More) -> list[Choice]:
-        """Solve the coarse program; without an answer the exact one, then for the least peak where nothing fits yet."""
-        solved = functools.partial(solve, self.joint, more=more, start=last.saved)
-        attempts: list[Callable[[], Solved]] = [
-            lambda: solved(most_bytes=self.most_bytes, is_exact=False, effort=EFFORT),
-            lambda: solved(most_bytes=self.most_bytes),
-            lambda: solved(most_bytes=NO_LIMIT, least=True, is_exact=False, effort=EFFORT),
-        ]
-        for attempt in attempts[: 3 if self._cheapest() is None else 1]:
-            if (saved := attempt().saved) is not None:
-                return [judged(self.joint, saved)]
-        return []
+    def _answers(self, solved: Solved, more: More) -> list[Choice]:
+        """List the choices that may be lowered next: the program's, and while nothing fits those that need least."""
+        if solved.choice is not None:
+            return [solved.choice]
+        if self._cheapest() is not None:
+            return []
+        least = solve(self.joint, NO_LIMIT, more, start=self.default.saved, least=True)
+        return [*([least.choice] if least.choice else []), *self.portfolio]
 
     def _more(self, choice: Choice) -> More:
         """Return the bytes that compiled code needs beside the table's: by stage, but no more than overall.
@@ -351,7 +340,8 @@ class Search:
         untried = [choice for choice in choices if choice.saved not in self.lowered]
         hopeful = [choice for choice in untried if more.peak_bytes(choice) <= self.most_bytes]
         if cheapest is not None:
-            return min((c for c in hopeful if c.price_us < cheapest.price_us), key=_price, default=None)
+            better = (choice for choice in hopeful if choice.price_us < (1 - WORTH) * cheapest.price_us)
+            return min(better, key=_price, default=None)
         return min(hopeful, key=_price) if hopeful else min(untried, key=more.peak_bytes, default=None)
 
     def _cheapest(self) -> Choice | None:

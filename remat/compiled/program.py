@@ -27,12 +27,17 @@ A value that is made again is made once, when it is first needed, and stays unti
 partitioner. One that fuses takes no memory in the stage that needs it last: (10) and (11) have r[v, t-1] there. due[v]
 is the stage by which v is made if at all: first[v], or that of the values made of it.
 
-The *coarse* program has a[v,t] = s[v] + r[v,t] until the last stage in which any choice comes to need v. Its choices
-keep the budget too, and it is solved several times as fast. A bound is the exact program's.
+With all of (11) the relaxation is weak and the program slow. `solve` therefore poses others of the same choices:
+
+1. The *coarse* program has a[v,t] = s[v] + r[v,t] until the last stage in which any choice comes to need v. Its choices
+   keep the budget too, so its answer is one to begin with.
+2. The next program has (11) for no value. Its bound holds for every choice. Where its answer exceeds the budget, (11)
+   is added for the values that take the memory, and the program is solved again.
 
 `judged` is the same in plain words, for one choice: what is made again and when, its price and its peaks. Choices of
-any origin are compared by it. r[v,t] is left out where t is long before due[v], so that there are `VARIABLES` of them:
-values that far away are made again from something saved in between. The bound is for the other choices.
+any origin are compared by it. r[v,t] is left out where t is long before due[v], so that there are `FAR` of them, `NEAR`
+in the coarse program: values that far away are made again from something saved in between. The bound is for the other
+choices.
 """
 
 from __future__ import annotations
@@ -48,7 +53,8 @@ from ortools.sat.python import cp_model
 
 from remat.compiled.joint import Joint
 
-VARIABLES = 30_000  # the most of r
+FAR, NEAR = 30_000, 8_000  # the most of r, and in the coarse program
+EACH = 10.0  # effort: the most for one program
 _LAST = 1 << 30  # a stage after all others
 _UNITS = 1 << 40  # bytes are whole multiples of so small a part of the largest sum, rounded up: exact below a TiB
 _PRICES = 1 << 24  # and prices of this one, rounded down: so the bound holds
@@ -128,9 +134,9 @@ class More:
 
 @dataclasses.dataclass(frozen=True)
 class Solved:
-    """saved  the best choice found, if there is one    bound_us  below which the program has no choice"""
+    """choice  the best that was found, if there is one    bound_us  below which there is none; inf if none fits"""
 
-    saved: frozenset[str] | None
+    choice: Choice | None
     bound_us: float
 
 
@@ -143,8 +149,8 @@ class _Span:
     last: int
 
 
-def _spans(joint: Joint) -> list[_Span | None]:
-    """List the span of each value; None if nothing in backward can come to need it."""
+def _spans(joint: Joint, most: int) -> list[_Span | None]:
+    """List the span of each value, of `most` stages in all; None if nothing in backward can come to need it."""
     values = joint.values
     begin: list[float] = [math.inf if v.first is None else v.first for v in values]
     due: list[float] = list(begin)
@@ -160,7 +166,7 @@ def _spans(joint: Joint) -> list[_Span | None]:
             last[u] = max(last[u], by)
             if values[u].first is None:
                 due[u] = late[u]
-    reach = max(VARIABLES // max(len(values), 1), 2)
+    reach = max(most // max(len(values), 1), 2)
     return [
         None if math.isinf(b) else _Span(int(max(b, d - reach)), int(d), int(max(x, d)))
         for b, d, x in zip(begin, due, last, strict=True)
@@ -174,39 +180,57 @@ def solve(
     *,
     start: Collection[str] = (),
     least: bool = False,
-    is_exact: bool = True,
-    gap: float = 0.005,
-    effort: float = 10.0,
-    time_s: float = 120.0,
+    gap: float = 0.003,
+    effort: float = 15.0,
 ) -> Solved:
     """Find the cheapest choice whose forward and backward need at most `most_bytes`. Needs OR-tools.
-
-    Where the coarse program (not `is_exact`) has no choice, the exact one may have some.
 
     more         what compiled code needs beside what the program counts
     start        a choice to begin with
     least        find the choice that needs least instead, whatever it costs
     gap          when to stop
     effort       when to stop, in the solver's own units of work, about two seconds of a CPU each
-    time_s       when to stop whatever was done
     """
-    program = _Program(joint, is_exact=is_exact)
-    program.limit_memory(most_bytes, more or More(0, (0,) * len(joint.own_bytes)))
-    program.minimize(least)
-    if start:
-        program.begin_with(start)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers, solver.parameters.linearization_level = 1, 2  # the bound is the relaxation's
-    solver.parameters.relative_gap_limit, solver.parameters.max_time_in_seconds = gap, time_s
-    solver.parameters.max_deterministic_time = effort
-    status = solver.solve(program.model)
-    if status == cp_model.INFEASIBLE:
-        return Solved(None, math.inf)
-    bound = 0.0 if least else max(solver.best_objective_bound, 0.0) / program.scale
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Solved(None, bound)
-    pairs = zip(program.s, joint.values, strict=True)
-    return Solved(frozenset(value.name for each, value in pairs if each is not None and solver.value(each)), bound)
+    more = more or More(0, (0,) * len(joint.own_bytes))
+    cost = more.peak_bytes if least else operator.attrgetter("price_us")
+    best: Choice | None = None
+    bound = 0.0
+    counted: frozenset[int] | None = None
+    while effort > 0:
+        program = _Program(joint, counted, most_bytes, more, least=least)
+        answer = program.solve(best.saved if best else start, gap, min(effort, EACH))
+        effort -= answer.effort
+        late = frozenset[int]()
+        if answer.saved is not None:
+            choice = judged(joint, answer.saved)
+            late = _late(joint, choice, more, answer.most_bytes if least else most_bytes)
+            if more.peak_bytes(choice) <= most_bytes and (best is None or cost(choice) < cost(best)):
+                best = choice
+        if counted is None:  # that was the coarse program
+            counted = frozenset()
+            continue
+        bound = max(bound, answer.bound_us)
+        is_closed = best is not None and not least and bound >= (1 - gap) * best.price_us
+        if late <= counted or is_closed:
+            break
+        counted |= late
+    return Solved(best, bound)
+
+
+def _late(joint: Joint, choice: Choice, more: More, most_bytes: int) -> frozenset[int]:
+    """Return the values that take memory by (11) in stages that exceed `most_bytes`."""
+    pairs = zip(choice.alive_bytes, more.backward, strict=True)
+    over = [t for t, (alive, beside) in enumerate(pairs) if alive + beside > most_bytes]
+    found = set[int]()
+    for v, first, last, is_saved in _needed(joint, choice.saved) if over else ():
+        value = joint.values[v]
+        own = -1 if value.last is None else value.last
+        begin = own + 1 if is_saved or not value.fuses else own
+        if not is_saved:
+            begin = max(begin, first)
+        if (is_saved or not value.fuses or first < last) and any(begin <= t <= last for t in over):
+            found.add(v)
+    return frozenset(found)
 
 
 def _those(*variables: Any) -> list[Any]:
@@ -214,11 +238,25 @@ def _those(*variables: Any) -> list[Any]:
     return [each for each in variables if each is not None]
 
 
-class _Program:
-    """Variables and constraints, numbered as above."""
+@dataclasses.dataclass(frozen=True)
+class _Answer:
+    """saved, bound_us  as in Choice and Solved    most_bytes  the value of M    effort  that it took"""
 
-    def __init__(self, joint: Joint, *, is_exact: bool):
-        self.joint, self.is_exact, self.spans = joint, is_exact, _spans(joint)
+    saved: frozenset[str] | None
+    bound_us: float
+    most_bytes: int
+    effort: float
+
+
+class _Program:
+    """Variables and constraints, numbered as above.
+
+    counted  values that (11) is posed for; None for the coarse program
+    """
+
+    def __init__(self, joint: Joint, counted: Collection[int] | None, most_bytes: int, more: More, *, least: bool):
+        self.joint, self.counted, self.least = joint, counted, least
+        self.spans = _spans(joint, NEAR if counted is None else FAR)
         self.model = cp_model.CpModel()
         new = self.model.new_bool_var
         pairs = list(zip(joint.values, self.spans, strict=True))
@@ -247,6 +285,26 @@ class _Program:
         self.held: dict[int, Any] = {}
         self.a: dict[tuple[int, int], Any] = {}
         self.x = [self._held_at_all(v) if value.fuses else None for v, value in enumerate(joint.values)]
+        self._limit_memory(most_bytes, more)
+        self._minimize()
+
+    def solve(self, start: Collection[str], gap: float, effort: float) -> _Answer:
+        """Solve, from a choice to begin with, until the gap is closed or the effort spent."""
+        if start:
+            self._begin_with(start)
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers, solver.parameters.linearization_level = 1, 2  # the bound is the relaxation's
+        solver.parameters.relative_gap_limit, solver.parameters.max_deterministic_time = gap, effort
+        status = solver.solve(self.model)
+        spent = solver.response_proto.deterministic_time
+        if status == cp_model.INFEASIBLE:
+            return _Answer(None, math.inf, 0, spent)
+        bound = 0.0 if self.least else max(solver.best_objective_bound, 0.0) / self.scale
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return _Answer(None, bound, 0, spent)
+        pairs = zip(self.s, self.joint.values, strict=True)
+        saved = frozenset(value.name for each, value in pairs if each is not None and solver.value(each))
+        return _Answer(saved, bound, self.unit * solver.value(self.most), spent)
 
     def _held_at_all(self, v: int) -> Any:
         """Return the variable x[v], with (8) and (9); None if v is never held."""
@@ -267,8 +325,7 @@ class _Program:
             self.model.add_bool_or([held, *unless])  # (9)
         return held
 
-    def begin_with(self, saved: Collection[str]) -> None:
-        """Give the solver a choice to begin with."""
+    def _begin_with(self, saved: Collection[str]) -> None:
         needed = {v: each for v, *each in _needed(self.joint, saved)}
         hint, none = self.model.add_hint, (_LAST, -1, False)
         for v, (each, made) in enumerate(zip(self.s, self.r, strict=True)):
@@ -297,11 +354,13 @@ class _Program:
         if span is None or t > span.last:
             return []
         saved, made, before = self.s[v], self._made(v, t), self._made(v, t - 1)
-        if not self.is_exact:
+        if self.counted is None:
             return _those(saved, self._made(v, min(t, span.last - 1)) if value.fuses else made)
         last = -1 if value.last is None else value.last
         if t < last or (t == last and not value.fuses):
             return _those(saved, made)  # (10)
+        if v not in self.counted:
+            return _those(saved, before) if t == last else []
         # A value that fuses takes memory in a stage after which it is needed, or before which it was made.
         reasons = [(made, t + 1 if value.fuses else t)]
         if t > last:
@@ -325,9 +384,10 @@ class _Program:
         """List literals of which one is true unless value u is made again in stage t or later."""
         return [self._made(u, _LAST).negated(), *_those(self._made(u, t - 1))]
 
-    def limit_memory(self, most_bytes: int, more: More) -> None:
+    def _limit_memory(self, most_bytes: int, more: More) -> None:
         """Add (5) and (6), with the highest of all sums as a variable."""
-        values, unit = self.joint.values, max(sum(value.size_bytes for value in self.joint.values) // _UNITS, 1)
+        values = self.joint.values
+        self.unit = unit = max(sum(value.size_bytes for value in values) // _UNITS, 1)
         total = self.joint.uses * sum(v.size_bytes + unit for v in values) + max(self.joint.own_bytes, default=0) + unit
         most = min(most_bytes, total + max(more.forward, *more.backward, 0))
         self.most = self.model.new_int_var(min(most // unit, 0), most // unit, "M")
@@ -343,7 +403,7 @@ class _Program:
         total = cp_model.LinearExpr.weighted_sum([each for each, _ in terms], weights)
         self.model.add(total + -(-more // unit) <= self.most)
 
-    def minimize(self, least: bool) -> None:
+    def _minimize(self) -> None:
         """Set the objective (1), or the peak."""
         values = self.joint.values
         costs = [(each, v.save_us) for each, v in zip(self.s, values, strict=True) if each is not None]
@@ -352,4 +412,4 @@ class _Program:
         self.scale = _PRICES / max(sum(cost for _, cost in costs), 1e-9)
         terms = [each for each, _ in costs]
         price = cp_model.LinearExpr.weighted_sum(terms, [int(cost * self.scale) for _, cost in costs])
-        self.model.minimize(self.most if least else price)
+        self.model.minimize(self.most if self.least else price)
