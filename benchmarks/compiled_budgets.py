@@ -150,6 +150,7 @@ def _requested() -> int:
 
 
 def main(*arguments: str) -> None:
+    functorch_config.enable_autograd_cache = False  # plans are made anew
     names = [given for given in arguments if "=" not in given] or list(FAMILIES)
     limits = [given.split("=") for given in arguments if "=" in given] or [["share", str(share)] for share in SHARES]
     rows: list[dict[str, Any]] = []

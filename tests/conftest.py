@@ -169,10 +169,15 @@ def quick_searches() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """Drop Dynamo's captures after the test: it compares every new model of a class with all known ones."""
-    yield
-    import torch
+    """Drop Dynamo's captures after the test: it compares every new model of a class with all known ones.
 
+    Compiled steps are planned anew, in place of being read from what an earlier run kept.
+    """
+    import torch
+    from torch._functorch import config
+
+    with config.patch(enable_autograd_cache=False):
+        yield
     torch._dynamo.reset()
 
 

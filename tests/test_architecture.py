@@ -83,6 +83,7 @@ TORCH_FREE_MODULES = (
     "remat.costing.roofline",
     "remat.costing.workspaces",
     "remat.errors",
+    "remat.files",
     "remat.shown",
     "remat.streams",
     "remat.units",
@@ -90,7 +91,7 @@ TORCH_FREE_MODULES = (
     "remat.workload.training_loop",
 )
 DOOR = "remat._torch"
-KNOWN_TO_ALL = {"remat", "remat.errors", "remat.shown", "remat.streams", "remat.units"}
+KNOWN_TO_ALL = {"remat", "remat.errors", "remat.files", "remat.shown", "remat.streams", "remat.units"}
 
 # Private names of torch that stand outside the door, and why.
 TORCH_SAYS = {

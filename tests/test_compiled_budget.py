@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 
 import remat
@@ -21,11 +24,12 @@ from remat._torch.inductor import chosen_decompositions, compiling_with
 from remat._torch.training import clear_cublas_workspaces
 from remat.chunking.heads import find_heads
 from remat.chunking.withheld import LogitsWithheld
+from remat.compiled import partitioner
 from remat.compiled.asked import Asked
 from remat.compiled.joint import Joint, Value
 from remat.compiled.losses import in_chunks
 from remat.compiled.outside import Outside, outside_of
-from remat.compiled.partitioner import BudgetPartitioner, Search
+from remat.compiled.partitioner import BudgetPartitioner, Cut, Search
 from remat.compiled.program import Solved, judged, solve
 from remat.costing.device_allocator import measure_peak
 from remat.errors import NoPlanInTime
@@ -512,6 +516,72 @@ def test_backward_decides_as_forward_did(
 
     gradients(built(make), note, batch(), inner_compile=by_operator)
     assert found and {(value.can_save, value.can_remake) for value in found} == {(can_save, can_remake)}
+
+
+# What is kept on disk
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    """List what is done anew, while results are kept in a folder of the test's."""
+    done: list[str] = []
+
+    def noting(name: str, of: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: done.append(name) or of(*args, **options)  # type: ignore[func-returns-value]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(partitioner, "halves", noting("lowered", partitioner.halves))
+    monkeypatch.setattr(partitioner, "solve", noting("solved", partitioner.solve))
+    with functorch_config.patch(enable_autograd_cache=True):
+        yield done
+
+
+def planned(cuts: list[BudgetPartitioner], budget: int = 1 << 40, rows: int = 256) -> Cut:
+    """How a model is cut in a process that compiles it first."""
+    torch._dynamo.reset()
+    remat.compile(built(), budget)(batch(rows)).backward()
+    (cut,) = cuts[-1].cuts.values()
+    return dataclasses.replace(cut, seconds=0.0)
+
+
+def test_a_script_that_is_started_again_reads_what_was_found(
+    cuts: list[BudgetPartitioner], searched: list[str]
+) -> None:
+    budget = int(0.85 * planned(cuts).peak_bytes)
+    assert searched == ["lowered"]  # PyTorch's own choice, for each budget
+    first = planned(cuts, budget)
+    assert searched[:3] == ["lowered", "solved", "lowered"]
+    searched.clear()
+    assert planned(cuts, budget) == first and searched == []
+    assert first.choice != first.default
+
+
+def test_what_was_found_is_for_this_graph_these_settings_and_this_budget(
+    cuts: list[BudgetPartitioner], searched: list[str]
+) -> None:
+    peak = planned(cuts).peak_bytes
+    for change in (
+        lambda: planned(cuts, rows=320),
+        lambda: planned(cuts, int(0.85 * peak)),
+        lambda: planned(cuts, int(0.8 * peak)),
+        functorch_config.patch(activation_memory_budget=0.5)(lambda: planned(cuts)),
+        inductor_config.patch(epilogue_fusion=False)(lambda: planned(cuts)),
+    ):
+        searched.clear()
+        change()
+        assert searched
+
+
+def test_nothing_is_kept_where_caches_are_off_and_a_broken_file_is_made_anew(
+    cuts: list[BudgetPartitioner], searched: list[str], tmp_path: Path
+) -> None:
+    with functorch_config.patch(enable_autograd_cache=False):
+        planned(cuts)
+    assert not [*tmp_path.rglob("compiled/*")]
+    first = planned(cuts)
+    for path in tmp_path.rglob("compiled/*"):
+        path.write_text("{")
+    assert planned(cuts) == first and len(searched) == 3
 
 
 # The program

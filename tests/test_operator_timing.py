@@ -19,9 +19,10 @@ from remat.costing.costs import Costs
 from remat.costing.device_allocator import allocation_curve, measure_peak, measure_step
 from remat.costing.kernel_calls import NotMeasurable, arguments
 from remat.costing.operator_timing import device_target, time_operator, time_operators
-from remat.costing.timing_cache import FATAL, Cache, default_cache, device_name
+from remat.costing.timing_cache import FATAL, Cache, device_name
 from remat.errors import UsageError
 from remat.evaluation.graph import OpKind
+from remat.files import default_cache
 from remat.recording.tracker import Tracker
 from remat.workload.target import target_of
 

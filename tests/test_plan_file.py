@@ -23,8 +23,8 @@ from remat.evaluation.plan import (
     SpaceSize,
     from_refs,
     to_refs,
-    write_atomically,
 )
+from remat.files import write_atomically
 from remat.workload.target import TARGETS
 from tests.examples import examples
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD, TOYS, plans, recorded

@@ -816,6 +816,8 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
         "find storages under torch.func",
         lambda: recording.unwrapped(torch.ones(1)),
     ),
+    "_functorch.config": ("know whether results may be kept", inductor.keeps_joint_graphs),
+    "_inductor.config": ("keep what planning found", inductor.settings_of_inductor),
     "_disable_dynamo": ("record beside a trace", lambda: recording.untraced(print)),
     "_prims_common.suggest_memory_format": (
         "lay results out as kernels do",

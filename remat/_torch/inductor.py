@@ -18,6 +18,7 @@ from remat._torch.door import internal
 from remat._torch.symbols import hinted
 
 Backend = Callable[..., Callable[..., Any]]
+_NO_SETTINGS = ("custom_partitioner_fn", "enable_autograd_cache")  # of ours, while a graph is compiled
 
 # Compilers
 
@@ -70,6 +71,21 @@ def compiling_with(partitioner: Any, decomposed: Callable[[], dict[Any, Any]]) -
         mock.patch.object(compiler, "select_decomp_table", decomposed),
     ):
         yield
+
+
+def keeps_joint_graphs() -> bool:
+    """Return whether AOTAutograd may keep joint graphs in its cache."""
+    purpose = "know whether results may be kept"
+    disabled = internal("_inductor.config", purpose).force_disable_caches
+    return bool(internal("_functorch.config", purpose).enable_autograd_cache) and not disabled
+
+
+def settings_of_inductor() -> str:
+    """Return the settings of Inductor and AOTAutograd as text, less the partitioner."""
+    purpose = "keep what planning found"
+    of = internal("_inductor.config", purpose), internal("_functorch.config", purpose)
+    found = [sorted(each.save_config_portable().items()) for each in of]
+    return repr([(name, value) for each in found for name, value in each if name not in _NO_SETTINGS])
 
 
 def hands_modules_over() -> bool:

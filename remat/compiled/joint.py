@@ -106,6 +106,12 @@ def joint_of(graph: fx.Graph, is_backward: Callable[[fx.Node], bool], target: Ta
     return _Builder(graph, is_backward, target).joint()
 
 
+def device_of(graph: fx.Graph) -> torch.device:
+    """Return the device of a graph's inputs."""
+    values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+    return next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
+
+
 class _Builder:
     """Nodes by what they are, while a table is made of them."""
 

@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat._torch.inductor import hash_of, partition_saving, partitioner_class
+from remat._torch.inductor import hash_of, keeps_joint_graphs, partition_saving, partitioner_class
 from remat._torch.training import without_modes
-from remat.compiled.joint import joint_of
+from remat.compiled.joint import device_of, joint_of
+from remat.compiled.kept import Kept
 from remat.compiled.outside import Outside
 from remat.compiled.peak import Halves, halves
 from remat.compiled.program import Choice, More, Solved, judged, solve
@@ -102,6 +103,7 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         *,
         searches: bool = True,
     ):
+        self.keeps = keeps_joint_graphs()
         self.budget_bytes, self.outside, self.uses, self.searches = budget_bytes, outside, uses, searches
         self.cuts, self.key = {} if cuts is None else cuts, key
 
@@ -111,7 +113,7 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         (self.budget_bytes, self.outside, self.uses, self.searches), self.cuts = state["asked"], {}
-        self.key = None
+        self.key, self.keeps = None, False
 
     def uuid(self) -> Any:
         return hash_of(*(__file__.replace("partitioner", home) for home in _HOMES)) + repr(self.__getstate__()).encode()
@@ -139,7 +141,8 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         started = time.monotonic()
         self._require_room()
         beside, held = self._beside_bytes, self.outside.holds_results
-        search = Search(gm, joint_inputs, options, self.budget_bytes - beside, self.uses, held, self._earlier_bytes)
+        most = self.budget_bytes - beside
+        search = Search(gm, joint_inputs, options, most, self.uses, held, self._earlier_bytes, keeps=self.keeps)
         if not search.has_choice:
             return search.by_default
         if not self.searches and not search.fits_by_default:
@@ -210,11 +213,14 @@ class Search:
         uses: int,
         holds_results: bool,
         earlier: int = 0,
+        *,
+        keeps: bool = False,
     ):
         self.earlier = earlier  # bytes that earlier graphs of the step need while this one's are saved
         self.gm, self.inputs, self.options = gm, joint_inputs, options
         self.most_bytes, self.uses, self.holds_results = most_bytes, uses, holds_results
         self.lowered: dict[frozenset[str], Halves] = {}
+        self.kept = Kept(gm, device_of(gm.graph), sorted(options.items()), holds_results, is_on=keeps)
         self.by_default = self._partition(self._look)
         self.tried: list[Choice] = []
 
@@ -228,10 +234,8 @@ class Search:
 
     def _look(self, graph: fx.Graph, info: Any, own: Own) -> list[fx.Node]:
         """Make the table of the graph, and note what PyTorch would save."""
-        values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
-        device = next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
         with without_modes():  # the device's rates are measured where they are not known
-            target = find_planning_device(device.type).target
+            target = find_planning_device(device_of(graph).type).target
         joint = joint_of(graph, lambda n: info.is_required_bw(n) and not info.is_required_fw(n), target)
         self.joint = dataclasses.replace(joint, uses=self.uses)
         chosen = own(1.0)
@@ -262,15 +266,29 @@ class Search:
 
         return self._partition(choose)
 
-    def _halves(self, halved: Halved) -> Halves:
-        found = halves(*halved, self.options["num_fwd_outputs"], self.holds_results)
-        return dataclasses.replace(found, forward=max(found.forward, self.earlier))
-
     def lower(self, choice: Choice) -> Halves:
         """Return the bytes that the compiled code of a choice needs."""
         if choice.saved not in self.lowered:
-            self.lowered[choice.saved] = self._halves(self.cut(choice))
+
+            def make() -> tuple[Any, ...]:
+                found = halves(*self.cut(choice), self.options["num_fwd_outputs"], self.holds_results)
+                return dataclasses.astuple(found)
+
+            is_default = choice.saved == self.default.saved
+            found = Halves(*self.kept.get(make, "halves", is_default, sorted(choice.saved)))
+            self.lowered[choice.saved] = dataclasses.replace(found, forward=max(found.forward, self.earlier))
         return self.lowered[choice.saved]
+
+    def solve(self, most_bytes: int, more: More, start: Choice, *, least: bool = False) -> Solved:
+        """Solve the program."""
+
+        def make() -> tuple[Any, ...]:
+            solved = solve(self.joint, most_bytes, more, start=start.saved, least=least)
+            return solved.choice and sorted(solved.choice.saved), solved.bound_us
+
+        of = self.joint, most_bytes, more, sorted(start.saved), least
+        saved, bound = self.kept.get(make, "solve", *of)
+        return Solved(None if saved is None else judged(self.joint, frozenset(saved)), bound)
 
     def needs(self, lowered: Halves) -> int:
         """Return the peak bytes of a step's runs of the graph."""
@@ -293,7 +311,7 @@ class Search:
             return self.default, None
         last, more, bound = self.default, self._more(self.default), 0.0
         for _ in range(ROUNDS):
-            solved = solve(self.joint, self.most_bytes, more, start=last.saved)
+            solved = self.solve(self.most_bytes, more, last)
             bound = solved.bound_us
             if (found := self._next(self._answers(solved, more), more)) is None:
                 break
@@ -311,7 +329,7 @@ class Search:
             return [solved.choice]
         if self._cheapest() is not None:
             return []
-        least = solve(self.joint, NO_LIMIT, more, start=self.default.saved, least=True)
+        least = self.solve(NO_LIMIT, more, self.default, least=True)
         return [*([least.choice] if least.choice else []), *self.portfolio]
 
     def _more(self, choice: Choice) -> More:

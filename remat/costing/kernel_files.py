@@ -10,7 +10,7 @@ from remat.costing.kernel_calls import TableRow, read_table, table_text
 from remat.costing.kernel_table import KernelTable, as_aten, key_of
 from remat.errors import UsageError
 from remat.evaluation.graph import OpKind
-from remat.evaluation.plan import write_atomically
+from remat.files import write_atomically
 
 
 def load_table(path: str | os.PathLike[str]) -> KernelTable:

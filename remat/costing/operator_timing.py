@@ -35,9 +35,10 @@ from remat.costing.costs import Costs
 from remat.costing.device_allocator import measure_peak, synchronize
 from remat.costing.host_memory import available_bytes, physical_memory
 from remat.costing.kernel_calls import Call, NotMeasurable, overload, samples_us
-from remat.costing.timing_cache import Cache, KindCost, default_cache, device_name
+from remat.costing.timing_cache import Cache, KindCost, device_name
 from remat.errors import UsageError
 from remat.evaluation.graph import FROM_HOST, OpKind
+from remat.files import default_cache
 from remat.recording.tracker import Tracker
 from remat.units import gib
 from remat.workload.target import PCIE_4, Target, target_of

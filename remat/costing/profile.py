@@ -13,7 +13,8 @@ from remat.costing.host_time import host_time_us
 from remat.errors import UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import Region, read_json, write_atomically
+from remat.evaluation.plan import Region
+from remat.files import read_json, write_atomically
 from remat.shown import Shown
 from remat.units import gib, ms
 from remat.workload.target import Target

@@ -25,7 +25,7 @@ from remat.costing.costs import kind_key
 from remat.costing.kernel_calls import NotMeasurable
 from remat.errors import UsageError
 from remat.evaluation.graph import OpKind
-from remat.evaluation.plan import write_atomically
+from remat.files import write_atomically
 
 _FORMAT = "remat-kernel-costs"
 _VERSION = 1
@@ -41,16 +41,6 @@ class KindCost:
     time_us: float
     spread: float
     workspace_bytes: int
-
-
-def default_cache() -> Path | None:
-    """Return `$XDG_CACHE_HOME/remat` or `~/.cache/remat`; None if there is no home."""
-    if root := os.environ.get("XDG_CACHE_HOME"):
-        return Path(root) / "remat"
-    try:
-        return Path.home() / ".cache" / "remat"
-    except RuntimeError:
-        return None
 
 
 class Cache:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -28,6 +27,7 @@ from remat.evaluation.form import CAPTURED, form_of
 from remat.evaluation.forwards import PASSES
 from remat.evaluation.graph import DRAWN_LENGTHS, DRAWN_OUTSIDE, OUTSIDE, Graph
 from remat.evaluation.identity import Identity, from_lines, to_lines
+from remat.files import read_json, write_atomically
 from remat.units import gib, ms
 
 FORMAT = "remat-plan"
@@ -518,39 +518,3 @@ def _execution_from_json(data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if kind not in ("nodes", "modules"):
         raise ValueError(f"regions are {kind!r}")
     return "modules" if kind == "modules" else compiler or "eager", about
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that no half-written file is ever visible. Raises `UsageError` if that fails."""
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        os.unlink(temporary)
-        raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
-
-
-def read_json(path: Path, form: str, version: int, what: str) -> dict[str, Any]:
-    """Read the JSON document at `path`. Raises `UsageError` unless it is a `form` of at most `version`."""
-    try:
-        data = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UsageError(f"there is no {what} file at {path}.") from None
-    except OSError as error:
-        raise UsageError(f"the {what} file {path} cannot be read: {error.strerror}.") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UsageError(f"{path} is not a {what} file: {error}.") from error
-    if not isinstance(data, dict) or data.get("format") != form:
-        raise UsageError(f"{path} is not a {what} file: it lacks `format: {form}`.")
-    found = data.get("version")
-    if not isinstance(found, int) or found > version:
-        raise UsageError(
-            f"{path} has {what} version {found}; this remat reads up to {version}. Update remat or plan again."
-        )
-    return data

@@ -51,7 +51,7 @@ def plan_of(trainer: Any, budget: str | int, folder: Path | None, **options: Any
     The first process plans, the others wait for its file. `options` are those of `remat.plan`. Raises what `remat.plan`
     and `workload_of` raise.
     """
-    from remat.costing.timing_cache import default_cache
+    from remat.files import default_cache
 
     root = folder or ((cache := default_cache()) and cache / "plans")
     if root is None and trainer.args.world_size > 1:

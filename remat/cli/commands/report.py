@@ -54,7 +54,7 @@ def report(
         if advice:
             material = dataclasses.replace(material, levers=_levers(documents, line))
         line.say(f"writing {out}")
-        from remat.evaluation.plan import write_atomically
+        from remat.files import write_atomically
         from remat.report.page import page_of, rendered
 
         page = page_of(material)

@@ -68,7 +68,7 @@ def sweep(
             on_point=lambda name, number, count: line.say(f"{name}, point", number, count),
         )
     if out is not None:
-        from remat.evaluation.plan import write_atomically
+        from remat.files import write_atomically
 
         write_atomically(out, json.dumps(swept.to_json(), indent=1) + "\n")
     if plot is not None:

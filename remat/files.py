@@ -1,0 +1,57 @@
+"""Files: written whole or not at all, read with errors that name them; and the folder of what is kept between runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from remat.errors import UsageError
+
+
+def default_cache() -> Path | None:
+    """Return `$XDG_CACHE_HOME/remat` or `~/.cache/remat`; None if there is no home."""
+    if root := os.environ.get("XDG_CACHE_HOME"):
+        return Path(root) / "remat"
+    try:
+        return Path.home() / ".cache" / "remat"
+    except RuntimeError:
+        return None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` to `path` so that no half-written file is ever visible. Raises `UsageError` if that fails."""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        os.unlink(temporary)
+        raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def read_json(path: Path, form: str, version: int, what: str) -> dict[str, Any]:
+    """Read the JSON document at `path`. Raises `UsageError` unless it is a `form` of at most `version`."""
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"there is no {what} file at {path}.") from None
+    except OSError as error:
+        raise UsageError(f"the {what} file {path} cannot be read: {error.strerror}.") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UsageError(f"{path} is not a {what} file: {error}.") from error
+    if not isinstance(data, dict) or data.get("format") != form:
+        raise UsageError(f"{path} is not a {what} file: it lacks `format: {form}`.")
+    found = data.get("version")
+    if not isinstance(found, int) or found > version:
+        raise UsageError(
+            f"{path} has {what} version {found}; this remat reads up to {version}. Update remat or plan again."
+        )
+    return data
