@@ -8,8 +8,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,9 +32,11 @@ from remat.compiled.joint import Joint, Value
 from remat.compiled.losses import in_chunks
 from remat.compiled.outside import Outside, outside_of
 from remat.compiled.partitioner import BudgetPartitioner, Cut, Search
+from remat.compiled.peak import by_call
 from remat.compiled.program import Solved, judged, solve
 from remat.costing.device_allocator import measure_peak
 from remat.errors import NoPlanInTime
+from remat.evaluation.graph import OpKind
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo", "one_thread"), pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)]
@@ -516,6 +520,25 @@ def test_backward_decides_as_forward_did(
 
     gradients(built(make), note, batch(), inner_compile=by_operator)
     assert found and {(value.can_save, value.can_remake) for value in found} == {(can_save, can_remake)}
+
+
+# Peaks of calls
+
+
+def test_a_call_that_the_compiler_moved_keeps_its_name() -> None:
+    """Calls run as b, c, a; c is not known, since it was made another, and counts to the next."""
+    graph, sizes = fx.Graph(), {"a": (8, 2), "b": (8, 4), "c": (8, 6)}
+    for name, (rows, width) in sizes.items():
+        given = graph.placeholder(f"of_{name}")
+        given.meta["val"] = torch.empty(rows, width)
+        graph.create_node("call_function", torch.ops.aten.mm.default, (given, given), name=name)
+    kinds = [OpKind("aten.empty_strided.default", [[[8]], {}], 0, 0, "float32")]
+    for rows, width in (sizes["b"], (3, 3), sizes["a"]):
+        tensor = {"tensor": [[rows, width], [width, 1], "float32"]}
+        kinds.append(OpKind("aten.mm.out", [[tensor, tensor], {"out": tensor}], 1, 0, "float32"))
+    tracker = SimpleNamespace(kinds=dict(enumerate(kinds)), op_kinds=[0, 1, 0, 2, 3, 0])
+    found = by_call(tracker, np.array([1, 5, 9, 2, 3, 4]), 0, graph)  # type: ignore[arg-type]
+    assert list(found.items()) == [("b", 5), ("a", 9)]
 
 
 # What is kept on disk

@@ -305,26 +305,33 @@ class Search:
     def run(self) -> tuple[Choice, float | None] | None:
         """Search, and return (the cheapest choice that fits, the bound); None where none was found.
 
-        The bound is for the table as the code that was lowered before corrects it.
+        The bound is for a table that is corrected by the code of one choice: of PyTorch's own, or of one that fits.
         """
         if self.fits_by_default:
             return self.default, None
-        last, more, bound = self.default, self._more(self.default), 0.0
+        last, more, is_of_one = self.default, self._more(self.default), True
         for _ in range(ROUNDS):
             solved = self.solve(self.most_bytes, more, last)
-            bound = solved.bound_us
             if (found := self._next(self._answers(solved, more), more)) is None:
                 break
             last = found
             self.tried.append(last)
-            if self.fits(last) and abs(more.peak_bytes(last) - self.needs(self.lower(last))) <= ALIKE * self.most_bytes:
+            if not self.fits(last):
+                more, is_of_one = more.at_least(self._more(last)), False
+            elif is_of_one and abs(more.peak_bytes(last) - self.needs(self.lower(last))) <= ALIKE * self.most_bytes:
                 break
-            more = self._more(last) if self.fits(last) else more.at_least(self._more(last))
-        best = self._cheapest()
-        return None if best is None else (best, bound if math.isfinite(bound) else 0.0)
+            else:
+                more, is_of_one = self._more(last), True
+        else:
+            is_of_one = False
+        if (best := self._cheapest()) is None:
+            return None
+        if not is_of_one:
+            solved = self.solve(self.most_bytes, self._more(best), best)
+        return best, solved.bound_us if math.isfinite(solved.bound_us) else 0.0  # the code needs less than its table
 
     def _answers(self, solved: Solved, more: More) -> list[Choice]:
-        """List the choices that may be lowered next: the program's, and while nothing fits those that need least."""
+        """List the choices that may be lowered next: the program's, or while nothing fits those that need least."""
         if solved.choice is not None:
             return [solved.choice]
         if self._cheapest() is not None:
@@ -341,9 +348,13 @@ class Search:
         others = (self.uses - 1) * seen.kept
         overall = others + seen.backward - max(choice.alive_bytes, default=0)
         by_stage: dict[int, int] = {}
+        before, latest = 0, 0
         for name, size in seen.calls.items():
-            if (stage := self.joint.calls.get(name)) is not None:
-                by_stage[stage] = max(by_stage.get(stage, 0), others + size)
+            before, stage = max(before, size), self.joint.calls.get(name, -1)
+            if stage < latest:  # it makes a value again for the next stage, or was moved here
+                continue
+            by_stage[stage] = max(by_stage.get(stage, 0), others + before)
+            before, latest = 0, stage
         found, backward = overall, list[int]()
         for stage, alive in reversed(list(enumerate(choice.alive_bytes))):
             if stage in by_stage:

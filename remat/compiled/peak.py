@@ -7,6 +7,7 @@ libraries may need bytes of their own, which are measured once each where the de
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,8 +30,8 @@ class Halves:
 
     forward   the most while it runs     kept  as it has ended: results, and what is saved
     backward  the most while it runs, results of forward and gradients among it
-    calls     the most up to each call of a product, a convolution or attention in backward, by the name of its node;
-              nothing where the calls that ran are others than those of the graph
+    calls     the most up to each call of a product, a convolution or attention in backward, by the name of its node, in
+              the order in which they run
     """
 
     forward: int
@@ -73,19 +74,41 @@ def halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int, hold
             gradients = second(saved)
     del held, tangents, gradients
     alive = with_workspaces(tracker, _workspaces(tracker, device))
-    calls = _by_call(tracker, alive, ended, [node.name for node in backward.graph.nodes if counts_flops(node)])
+    calls = by_call(tracker, alive, ended, backward.graph)
     return Halves(int(alive[:ended].max(initial=0)), kept, int(alive[ended:].max(initial=0)), calls)
 
 
-def _by_call(tracker: Tracker, alive: np.ndarray, begin: int, names: Sequence[str]) -> dict[str, int]:
-    """Return the peak since the call before, by the name of each call from operator `begin` on."""
+def by_call(tracker: Tracker, alive: np.ndarray, begin: int, graph: fx.Graph) -> dict[str, int]:
+    """Return the peak since the call before, by the name of each call from operator `begin` on, as they run.
+
+    Inductor moves calls: a gradient that nothing waits for is made last. So a call is known by its operator and by the
+    sizes of what it takes. One that is not known counts to the next.
+    """
     kinds = list(tracker.kinds.values())
-    ends = [op + 1 for op in range(begin, len(alive)) if kinds[tracker.op_kinds[op]].flops]
-    if len(ends) != len(names):
-        return {}
-    begins = [begin, *ends]
-    ends = [*ends[:-1], len(alive)]  # what follows the last call counts as its own
-    return {name: int(alive[a:b].max()) for name, a, b in zip(names, begins, ends, strict=False)}
+    waiting: dict[Any, deque[str]] = defaultdict(deque)
+    for node in filter(counts_flops, graph.nodes):
+        values = [arg.meta.get("val") for arg in node.args if isinstance(arg, fx.Node)]
+        sizes = [[*map(hinted, value.shape)] for value in values if isinstance(value, Tensor)]
+        waiting[_call(str(node.target.overloadpacket), sizes)].append(node.name)
+    found, name = dict[str, int](), ""
+    for op in range(begin, len(alive)):
+        kind = kinds[tracker.op_kinds[op]]
+        if not kind.flops:
+            continue
+        sizes = [arg["tensor"][0] for arg in kind.signature[0] if isinstance(arg, dict) and "tensor" in arg]
+        if names := waiting.get(_call(kind.name.rpartition(".")[0], sizes)):
+            name = names.popleft()
+            found[name] = int(alive[begin : op + 1].max())
+            begin = op + 1
+    if name:  # what follows the last call counts to it
+        found[name] = max(found[name], int(alive[begin:].max(initial=0)))
+    return found
+
+
+def _call(operator: str, sizes: Sequence[Sequence[int]]) -> Any:
+    """Return what a call is known by; a product is the same with a sum after it."""
+    product = operator.replace("addmm", "mm").replace("baddbmm", "bmm")
+    return product, *map(tuple, sizes[1:3] if product != operator else sizes[:2])
 
 
 _MEASURED: dict[tuple[str, str], int] = {}
