@@ -7,7 +7,7 @@ holds what that choice depends on, and nothing of torch.
 Rule 1  A value is a storage. Views of one, and the outputs of an operator that makes several, follow what they are
         parts of.
 Rule 2  Backward is cut into stages at the operators that call kernels of libraries (products, convolutions,
-        attention). What fuses runs in the stage of the kernel after it.
+        attention). What fuses runs in the stage of the kernel before it.
 Rule 3  A value is materialized where such a kernel makes or reads it, or where it is read in several stages; random
         numbers always are, by Inductor. Others stay in registers of a fused kernel: they take no memory and no traffic,
         unless a choice makes them again before the stage that reads them last, for what is made of them.
@@ -140,8 +140,8 @@ class _Builder:
         step, seen = max(-(-calls // _MOST_STAGES), 1), 0
         found = {}
         for node in self.backward:
-            found[node] = seen // step
             seen += calls_library(node)
+            found[node] = seen // step
         return found
 
     def _value(self, node: fx.Node) -> Value:

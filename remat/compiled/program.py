@@ -55,6 +55,7 @@ from remat.compiled.joint import Joint
 
 FAR, NEAR = 30_000, 8_000  # the most of r, and in the coarse program
 EACH = 10.0  # effort: the most for one program
+PROGRAMS = 9  # the most for one answer, the coarse one among them
 _LAST = 1 << 30  # a stage after all others
 _UNITS = 1 << 40  # bytes are whole multiples of so small a part of the largest sum, rounded up: exact below a TiB
 _PRICES = 1 << 24  # and prices of this one, rounded down: so the bound holds
@@ -196,7 +197,7 @@ def solve(
     best: Choice | None = None
     bound = 0.0
     counted: frozenset[int] | None = None
-    while effort > 0:
+    for _ in range(PROGRAMS):
         program = _Program(joint, counted, most_bytes, more, least=least)
         answer = program.solve(best.saved if best else start, gap, min(effort, EACH))
         effort -= answer.effort
@@ -211,7 +212,7 @@ def solve(
             continue
         bound = max(bound, answer.bound_us)
         is_closed = best is not None and not least and bound >= (1 - gap) * best.price_us
-        if late <= counted or is_closed:
+        if late <= counted or is_closed or effort <= 0:
             break
         counted |= late
     return Solved(best, bound)
