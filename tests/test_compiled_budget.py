@@ -541,6 +541,27 @@ def test_a_call_that_the_compiler_moved_keeps_its_name() -> None:
     assert list(found.items()) == [("b", 5), ("a", 9)]
 
 
+def test_a_table_that_is_corrected_by_a_choice_never_says_that_it_fits_where_it_does_not() -> None:
+    said: list[tuple[bool, bool]] = []
+
+    class Looking(Choosing):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
+            search = Search(gm, joint_inputs, options, 0, 1, False)
+            needed = search.needs(search.lower(search.default))
+            for share, choice in itertools.product((0.98, 0.9), (search.default, *search.portfolio[:3])):
+                search.most_bytes = int(share * needed)
+                corrected = search._more(choice).peak_bytes(choice)
+                said.append((corrected <= search.most_bytes, search.fits(choice)))
+            return search.by_default
+
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        with compiling_with(Looking(), chosen_decompositions):
+            return compile_fx(graph, inputs)
+
+    torch.compile(built(Tied), backend=backend)(torch.arange(256).view(8, 32) % 64).backward()
+    assert said and (True, False) not in said
+
+
 # What is kept on disk
 
 

@@ -20,7 +20,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -342,7 +342,8 @@ class Search:
     def _more(self, choice: Choice) -> More:
         """Return the bytes that compiled code needs beside the table's: by stage, but no more than overall.
 
-        A stage may need more because of what this choice saves, and another would not.
+        A stage may need more because of what this choice saves, and another would not. Where that would say that a
+        choice fits which does not, stages that exceed the budget count in full.
         """
         seen = self.lower(choice)
         others = (self.uses - 1) * seen.kept
@@ -355,13 +356,21 @@ class Search:
                 continue
             by_stage[stage] = max(by_stage.get(stage, 0), others + before)
             before, latest = 0, stage
-        found, backward = overall, list[int]()
+        if before:  # moved here, behind all others
+            by_stage[latest] = max(by_stage.get(latest, 0), others + before)
+        exceeding = {stage for stage, size in by_stage.items() if size > self.most_bytes}
+        first = self._beside(choice, by_stage, overall, frozenset() if choice is self.default else exceeding)
+        is_told = self.fits(choice) or first.peak_bytes(choice) > self.most_bytes
+        return first if is_told else self._beside(choice, by_stage, overall, exceeding)
+
+    def _beside(self, choice: Choice, by_stage: dict[int, int], overall: int, whole: Collection[int]) -> More:
+        """Return the bytes beside the table's, `overall` at most but in the stages `whole`."""
+        seen, found, backward = self.lower(choice), overall, list[int]()
         for stage, alive in reversed(list(enumerate(choice.alive_bytes))):
             if stage in by_stage:
-                is_over = by_stage[stage] > self.most_bytes and choice is not self.default
-                found = by_stage[stage] - alive if is_over else min(by_stage[stage] - alive, overall)
+                found = by_stage[stage] - alive if stage in whole else min(by_stage[stage] - alive, overall)
             backward.insert(0, found)
-        return More(others + seen.forward - choice.kept_bytes, tuple(backward))
+        return More((self.uses - 1) * seen.kept + seen.forward - choice.kept_bytes, tuple(backward))
 
     def _next(self, choices: Sequence[Choice], more: More) -> Choice | None:
         """Choose what to lower next: the cheapest that should fit, else the one that needs least."""
