@@ -526,7 +526,7 @@ def test_backward_decides_as_forward_did(
 
 
 def test_a_call_that_the_compiler_moved_keeps_its_name() -> None:
-    """Calls run as b, c, a; c is not known, since it was made another, and counts to the next."""
+    """Calls run as b, c, a; c is not known, since it was made another, and counts to the one before."""
     graph, sizes = fx.Graph(), {"a": (8, 2), "b": (8, 4), "c": (8, 6)}
     for name, (rows, width) in sizes.items():
         given = graph.placeholder(f"of_{name}")
@@ -538,7 +538,7 @@ def test_a_call_that_the_compiler_moved_keeps_its_name() -> None:
         kinds.append(OpKind("aten.mm.out", [[tensor, tensor], {"out": tensor}], 1, 0, "float32"))
     tracker = SimpleNamespace(kinds=dict(enumerate(kinds)), op_kinds=[0, 1, 0, 2, 3, 0])
     found = by_call(tracker, np.array([1, 5, 9, 2, 3, 4]), 0, graph)  # type: ignore[arg-type]
-    assert list(found.items()) == [("b", 5), ("a", 9)]
+    assert list(found.items()) == [("", 0), ("b", 9), ("a", 4)]  # each with what was made for it
 
 
 def test_a_table_that_is_corrected_by_a_choice_never_says_that_it_fits_where_it_does_not() -> None:
@@ -688,6 +688,7 @@ def tables(draw: st.DrawFn) -> Joint:
                 last=read[-1] if read else None,
                 can_save=not can_remake or draw(st.integers(0, 3)) > 0,
                 can_remake=can_remake,
+                inlines=not fuses and draw(st.integers(0, 2)) == 0,
             )
         )
     own_bytes = draw(st.lists(st.integers(0, 4), min_size=stages, max_size=stages))

@@ -10,7 +10,8 @@ Rule 2  Backward is cut into stages at the operators that call kernels of librar
         attention). What fuses runs in the stage of the kernel before it.
 Rule 3  A value is materialized where such a kernel makes or reads it, or where it is read in several stages; random
         numbers always are, by Inductor. Others stay in registers of a fused kernel: they take no memory and no traffic,
-        unless a choice makes them again before the stage that reads them last, for what is made of them.
+        unless a choice makes them again before the stage that reads them last, for what is made of them. One that is
+        made of few storages is *inlined*: each of its readers makes it anew, and what it is made of stays until then.
 Rule 4  Saving a value costs its read in backward, and its write where forward would not have written it. Making it
         again costs a kernel's time by the roofline, or its traffic where it fuses.
 Rule 5  Random operators, effects, collectives and operators that are not torch's own run once. So does what reads an
@@ -26,7 +27,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -46,6 +49,7 @@ _OWN = ("aten", "prims")  # namespaces of operators that may run again
 _DRAWS = ("inductor_seed", "inductor_seeds")  # the others of Inductor's random operators follow from a seed
 _RANDOM = ("inductor_random", "inductor_randint")  # make numbers of it
 _MOST_STAGES = 160
+_READS, _READS_SHARED = 8, 4  # the most storages that an inlined value is made of; the latter with several readers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Value:
     save_us      traffic if it is saved              remake_us   time if backward makes it again
     fuses        whether it takes bytes, made again, only where it is made before the last stage that needs it
     held_us      its write in that case, beside `remake_us`
+    inlines      whether it takes none, made again, and keeps what it is made of until it is read last instead
     inputs       values that it is made of, by position
     first, last  stages of backward that read it, None where only other values do
     can_save, can_remake   whether it may be
@@ -72,6 +77,7 @@ class Value:
     last: int | None
     can_save: bool
     can_remake: bool
+    inlines: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +134,8 @@ class _Builder:
         self.written = {written for node in nodes for written in _written(node)}
         self.random = _random(nodes)
         self.stage = self._stages()
+        self.inlined = self._inlined()
+        self.read_by = self._read_by()
 
     def joint(self) -> Joint:
         parts = {node.name: _base(node).name for node in self.nodes if _is_view(node)}
@@ -144,9 +152,45 @@ class _Builder:
             found[node] = seen // step
         return found
 
+    def _inlined(self) -> set[fx.Node]:
+        """Return the nodes that each of their readers makes again, as Inductor has it. (Rule 3)"""
+        sources: dict[fx.Node, set[fx.Node]] = {}
+        for node in self.nodes:
+            if node.op == "call_function" and not _is_view(node) and not self._is_stored(node):
+                bases = map(_base, node.all_input_nodes)
+                read = set(itertools.chain.from_iterable(sources.get(base, {base}) for base in bases))
+                if len(read) <= (_READS_SHARED if len(_readers(node)) > 1 else _READS):
+                    sources[node] = read
+        return set(sources)
+
+    def _is_stored(self, node: fx.Node) -> bool:
+        """Return whether a node's value has a storage, whatever reads it."""
+        is_result = not self.results.isdisjoint(_views(node))
+        is_library = _is_of_library(node) or any(map(calls_library, _readers(node)))
+        return is_result or is_library or _is_drawn(node) or torch.Tag.reduction in getattr(node.target, "tags", ())
+
+    def _read_by(self) -> dict[fx.Node, set[fx.Node]]:
+        """Return the nodes of backward that read what a node makes.
+
+        A result of backward that is inlined is not there: its readers read what it is made of.
+        """
+        sources: dict[fx.Node, set[fx.Node]] = {}
+        found = defaultdict[fx.Node, set[fx.Node]](set)
+        for node in self.backward:
+            if node.op != "call_function" or _is_view(node):
+                continue
+            bases = map(_base, node.all_input_nodes)
+            read = set(itertools.chain.from_iterable(sources.get(base, {base}) for base in bases))
+            if node in self.inlined:
+                sources[node] = read
+                continue
+            for base in read:
+                found[base].add(node)
+        return found
+
     def _value(self, node: fx.Node) -> Value:
         readers = _readers(node)
-        stages = [self.stage[reader] for reader in readers if reader in self.in_backward]
+        stages = [self.stage[reader] for reader in self.read_by.get(node, ())]
         is_result = not self.results.isdisjoint(_views(node))
         if is_result and stages:
             stages.append(max(self.stage.values()))
@@ -155,6 +199,7 @@ class _Builder:
         is_written = _is_of_library(node) or is_result or any(map(calls_library, in_forward))
         is_read_by_library = any(map(calls_library, readers))
         is_materialized = _is_of_library(node) or is_read_by_library or _is_drawn(node) or len(set(stages)) > 1
+        is_materialized &= node not in self.inlined
         inputs = {self.position[base] for base in map(_base, node.all_input_nodes) if base in self.position}
         policy = policy_of(node)
         can_remake = policy == "recompute" or (policy != "save" and self._may_run_again(node))
@@ -163,13 +208,14 @@ class _Builder:
             size_bytes=size,
             save_us=self._traffic_us(size * (1 if is_written else 2)),
             remake_us=self._remake_us(node, is_materialized) if can_remake else 0.0,
-            fuses=not is_materialized,
+            fuses=not is_materialized and node not in self.inlined,
             held_us=0.0 if is_materialized else self._traffic_us(size),
             inputs=tuple(sorted(inputs)),
             first=min(stages, default=None),
             last=max(stages, default=None),
             can_save=not is_tuple and policy != "recompute" and (policy == "save" or not self._is_rounded(node)),
             can_remake=can_remake,
+            inlines=node in self.inlined,
         )
 
     def _traffic_us(self, size_bytes: int) -> float:
@@ -205,27 +251,23 @@ class _Builder:
             and not _decides(result, node)
         )
 
-    def _own_bytes(self) -> Iterator[int]:
-        """Return the bytes that backward makes and has, stage by stage. (Rules 2 and 3)"""
-        end = max(self.stage.values(), default=0)
-        change = [0] * (end + 2)
+    def _own_bytes(self) -> list[int]:
+        """Return the most bytes that backward makes and has in each stage. (Rules 2 and 3)"""
+        at = {node: i for i, node in enumerate(self.backward)}
+        change = [0] * (len(at) + 1)
         for node in self.backward:
-            if node.op == "placeholder" or not _is_made(node):
-                continue
-            readers = _readers(node)
             is_result = not self.results.isdisjoint(_views(node))
-            last = end if is_result else max(map(self._stage_of, readers), default=0)
+            if node.op == "placeholder" or not _is_made(node) or not (is_result or node in self.read_by):
+                continue
+            readers = self.read_by[node]
             is_library = _is_of_library(node) or any(map(calls_library, readers))
-            if is_library or last > self.stage[node]:
-                change[self.stage[node]] += _bytes(node)
-                change[max(last, self.stage[node]) + 1] -= _bytes(node)
-        total = 0
-        for difference in change[:-1]:
-            total += difference
-            yield total
-
-    def _stage_of(self, node: fx.Node) -> int:
-        return self.stage.get(node, 0)
+            if is_result or is_library or any(self.stage[reader] > self.stage[node] for reader in readers):
+                change[at[node]] += _bytes(node)
+                change[len(at) if is_result else max(at[reader] for reader in readers) + 1] -= _bytes(node)
+        most = [0] * (max(self.stage.values(), default=0) + 1)
+        for node, total in zip(self.backward, itertools.accumulate(change), strict=False):
+            most[self.stage[node]] = max(most[self.stage[node]], total)
+        return most
 
 
 def _base(node: fx.Node) -> fx.Node:

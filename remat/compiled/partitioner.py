@@ -3,10 +3,11 @@
 torch's partitioner cuts, and all that it does afterwards is its own; only the choice of saved values is ours:
 
 1. PyTorch's own choice is lowered. Where it fits, it is kept.
-2. Otherwise the program is solved (`program.py`) for a little less than it may need: as much less, or more, as the
-   lowered code of the choice before differed from the program's estimate. Its answer is lowered. Where it has none, the
-   choice that needs least, and PyTorch's at every ratio of its memory budget, are lowered instead. After `ROUNDS` of
-   this at most, the cheapest that really fits is handed out.
+2. Otherwise the program is solved, with the bytes that the lowered code of a choice has beside the table's, stage by
+   stage. Its answer is lowered. Where its code exceeds the budget, the values that it makes again in the stages that
+   do take the bytes that were missing, from then on. Where the program has no answer, the choice that needs least, and
+   PyTorch's at every ratio of its memory budget, are lowered instead. After `ROUNDS` of this at most, the cheapest that
+   really fits is handed out.
 
 So no choice is handed out whose compiled code exceeds the budget. Where nothing fits, `NoPlanInTime` names the least
 peak that was seen: another choice may need less. Where the budget is too small for the bytes that no choice changes,
@@ -20,7 +21,8 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -317,11 +319,11 @@ class Search:
             last = found
             self.tried.append(last)
             if not self.fits(last):
-                more, is_of_one = more.at_least(self._more(last)), False
-            elif is_of_one and abs(more.peak_bytes(last) - self.needs(self.lower(last))) <= ALIKE * self.most_bytes:
+                more, is_of_one = self._corrected(more, last), False
+            elif abs(more.peak_bytes(last) - self.needs(self.lower(last))) <= ALIKE * self.most_bytes:
                 break
-            else:
-                more, is_of_one = self._more(last), True
+            else:  # what was learned of other choices stays
+                more, is_of_one = dataclasses.replace(self._more(last), making=more.making), not more.making
         else:
             is_of_one = False
         if (best := self._cheapest()) is None:
@@ -342,35 +344,54 @@ class Search:
     def _more(self, choice: Choice) -> More:
         """Return the bytes that compiled code needs beside the table's: by stage, but no more than overall.
 
-        A stage may need more because of what this choice saves, and another would not. Where that would say that a
-        choice fits which does not, stages that exceed the budget count in full.
+        A stage may need more because of what this choice saves, and another would not; and code that has room lets
+        buffers wait for others of their size.
         """
-        seen = self.lower(choice)
-        others = (self.uses - 1) * seen.kept
-        overall = others + seen.backward - max(choice.alive_bytes, default=0)
-        by_stage: dict[int, int] = {}
-        before, latest = 0, 0
-        for name, size in seen.calls.items():
-            before, stage = max(before, size), self.joint.calls.get(name, -1)
-            if stage < latest:  # it makes a value again for the next stage, or was moved here
-                continue
-            by_stage[stage] = max(by_stage.get(stage, 0), others + before)
-            before, latest = 0, stage
-        if before:  # moved here, behind all others
-            by_stage[latest] = max(by_stage.get(latest, 0), others + before)
-        exceeding = {stage for stage, size in by_stage.items() if size > self.most_bytes}
-        first = self._beside(choice, by_stage, overall, frozenset() if choice is self.default else exceeding)
-        is_told = self.fits(choice) or first.peak_bytes(choice) > self.most_bytes
-        return first if is_told else self._beside(choice, by_stage, overall, exceeding)
-
-    def _beside(self, choice: Choice, by_stage: dict[int, int], overall: int, whole: Collection[int]) -> More:
-        """Return the bytes beside the table's, `overall` at most but in the stages `whole`."""
-        seen, found, backward = self.lower(choice), overall, list[int]()
+        seen, by_stage = self.lower(choice), self._by_stage(choice)
+        overall = max(by_stage.values(), default=0) - max(choice.alive_bytes, default=0)
+        found, backward = overall, list[int]()
         for stage, alive in reversed(list(enumerate(choice.alive_bytes))):
             if stage in by_stage:
-                found = by_stage[stage] - alive if stage in whole else min(by_stage[stage] - alive, overall)
+                found = min(by_stage[stage] - alive, overall)
             backward.insert(0, found)
-        return More((self.uses - 1) * seen.kept + seen.forward - choice.kept_bytes, tuple(backward))
+        forward = (self.uses - 1) * seen.kept + seen.forward - choice.kept_bytes
+        return self._corrected(More(forward, tuple(backward)), choice)
+
+    def _by_stage(self, choice: Choice) -> Mapping[int, int]:
+        """Return what the code of a choice needs in the stages of backward that call libraries."""
+        seen = self.lower(choice)
+        others = (self.uses - 1) * seen.kept
+        found, remade, latest = defaultdict[int, int](int), 0, 0
+        for name, size in seen.calls.items():
+            stage = self.joint.calls.get(name, -1) if name else 0
+            if stage < 0:  # it makes a value again for the next stage
+                remade = max(remade, size)
+                continue
+            latest = max(latest, stage)  # a call that was moved counts where it runs
+            found[latest] = max(found[latest], others + max(size, remade))
+            remade = 0
+        found[latest] = max(found[latest], others + remade)
+        return found
+
+    def _corrected(self, more: More, choice: Choice) -> More:
+        """Say of a choice whose code exceeds the budget that it does.
+
+        Where a stage needs more than was thought, values that this choice makes again in it are why; if there are none,
+        every choice needs that.
+        """
+        seen, backward, making = self.lower(choice), list(more.backward), dict(more.making)
+        expected = more.in_stages(choice)
+        for stage, size in self._by_stage(choice).items():
+            if size <= max(self.most_bytes, expected[stage]):
+                continue
+            again = {v: self.joint.values[v].size_bytes for v, made in choice.made_again.items() if made == stage}
+            if not (total := sum(again.values())):
+                backward[stage] += size - expected[stage]
+            for v, size_bytes in again.items() if total else ():
+                share = -(-(size - expected[stage]) * size_bytes // total)
+                making[v, stage] = making.get((v, stage), 0) + share
+        forward = max(more.forward, (self.uses - 1) * seen.kept + seen.forward - choice.kept_bytes)
+        return More(forward, tuple(backward), making)
 
     def _next(self, choices: Sequence[Choice], more: More) -> Choice | None:
         """Choose what to lower next: the cheapest that should fit, else the one that needs least."""

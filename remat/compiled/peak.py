@@ -30,8 +30,8 @@ class Halves:
 
     forward   the most while it runs     kept  as it has ended: results, and what is saved
     backward  the most while it runs, results of forward and gradients among it
-    calls     the most up to each call of a product, a convolution or attention in backward, by the name of its node, in
-              the order in which they run
+    calls     the most from each call of a product, a convolution or attention in backward until the next, by the name
+              of its node, in the order in which they run; "" before the first
     """
 
     forward: int
@@ -79,10 +79,10 @@ def halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int, hold
 
 
 def by_call(tracker: Tracker, alive: np.ndarray, begin: int, graph: fx.Graph) -> dict[str, int]:
-    """Return the peak since the call before, by the name of each call from operator `begin` on, as they run.
+    """Return the peak from each call until the next, by its name, as they run from operator `begin` on; "" before all.
 
     Inductor moves calls: a gradient that nothing waits for is made last. So a call is known by its operator and by the
-    sizes of what it takes. One that is not known counts to the next.
+    sizes of what it takes. One that is not known counts to the call before.
     """
     kinds = list(tracker.kinds.values())
     waiting: dict[Any, deque[str]] = defaultdict(deque)
@@ -90,19 +90,17 @@ def by_call(tracker: Tracker, alive: np.ndarray, begin: int, graph: fx.Graph) ->
         values = [arg.meta.get("val") for arg in node.args if isinstance(arg, fx.Node)]
         sizes = [[*map(hinted, value.shape)] for value in values if isinstance(value, Tensor)]
         waiting[_call(str(node.target.overloadpacket), sizes)].append(node.name)
-    found, name = dict[str, int](), ""
+    starts = {"": begin}
     for op in range(begin, len(alive)):
         kind = kinds[tracker.op_kinds[op]]
         if not kind.flops:
             continue
         sizes = [arg["tensor"][0] for arg in kind.signature[0] if isinstance(arg, dict) and "tensor" in arg]
         if names := waiting.get(_call(kind.name.rpartition(".")[0], sizes)):
-            name = names.popleft()
-            found[name] = int(alive[begin : op + 1].max())
-            begin = op + 1
-    if name:  # what follows the last call counts to it
-        found[name] = max(found[name], int(alive[begin:].max(initial=0)))
-    return found
+            is_given = kind.name.endswith(".out")  # what it writes to was made right before
+            starts[names.popleft()] = max(op - is_given, begin)
+    ends = [*starts.values(), len(alive)][1:]
+    return {name: int(alive[start:end].max(initial=0)) for (name, start), end in zip(starts.items(), ends, strict=True)}
 
 
 def _call(operator: str, sizes: Sequence[Sequence[int]]) -> Any:

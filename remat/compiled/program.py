@@ -3,7 +3,8 @@
 Data       values v in the order of the forward, stages t of backward
            w[v] bytes of a value; c[v] traffic if it is saved, p[v] time to make it again,
            h[v] more if it fuses and is held for a later stage
-           first[v], last[v] stages that read it; b[t] what backward itself has; f, g[t] what compiled code has beside
+           first[v], last[v] stages that read it; b[t] what backward itself has
+           f, g[t], e[v,t] what compiled code has beside: in forward, in a stage, where v is made again in a stage
 Variables  s[v] = 1    v is saved
            r[v,t] = 1  v has been made again in stage t or before it
            x[v] = 1    v fuses, is made again, and is held
@@ -13,12 +14,13 @@ s.t.       s[v] + r[v, first[v]] >= 1                     where backward reads v
            r[v,t] <= s[u] + r[u,t]                        for every input u of v               (3)
            r[v,t] <= r[v,t+1]                                                                  (4)
            k + sum w[v] s[v] + f <= M                           as forward ends                      (5)
-           k + sum w[v] a[v,t] + b[t] + g[t] <= M                                              (6)
+           k + sum w[v] a[v,t] + b[t] + g[t] + sum e[v,t] (r[v,t] - r[v,t-1]) <= M             (6)
            r[v,t] <= sum r[u,t]     over u made of v, in stages before backward reads v        (7)
            x[v] >= r[v, last[v]-1]                        where backward reads v               (8)
            x[v] >= r[v,t] - r[u,t] + r[u, due[u]] - 1     for every u made of v                (9)
            a[v,t] >= s[v] + r[v,t]                        up to backward's last read of v      (10)
            a[v,t] >= s[v] + r[v,t] - r[u,t-1] + r[u, due[u]] - 1   after it, for every u       (11)
+                     and the same for what is made of u, where u is inlined
            s[v] + r[v, due[v]] <= 1                                                            (12)
 
 k is what other runs of the graph have saved: (uses - 1) times the sum in (5).
@@ -46,7 +48,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ortools.sat.python import cp_model
@@ -68,6 +70,7 @@ class Choice:
     saved       the names of those that backward reads
     price_us    of saving them and of making the others again     remade_us  of the latter alone
     kept_bytes  as forward ends    alive_bytes  in each stage of backward, with its own
+    made_again  values that are made again, by position, and the stages in which they are
     """
 
     saved: frozenset[str]
@@ -75,6 +78,7 @@ class Choice:
     remade_us: float
     kept_bytes: int
     alive_bytes: tuple[int, ...]
+    made_again: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
 def _needed(joint: Joint, saved: Collection[str]) -> Iterator[tuple[int, int, int, bool]]:
@@ -89,7 +93,7 @@ def _needed(joint: Joint, saved: Collection[str]) -> Iterator[tuple[int, int, in
         is_saved = value.can_save and (value.name in saved or not value.can_remake)
         for u in () if is_saved else value.inputs:
             need[u] = first if need[u] is None else min(need[u], first)  # type: ignore[type-var]
-            last[u] = max(last[u], first)
+            last[u] = max(last[u], last[v] if value.inlines else first)
         yield v, first, last[v], is_saved
 
 
@@ -98,7 +102,7 @@ def judged(joint: Joint, saved: Collection[str]) -> Choice:
     stages = len(joint.own_bytes)
     change = [0] * (stages + 1)
     price = remade = 0.0
-    kept, needed = 0, set[str]()
+    kept, needed, made_again = 0, set[str](), dict[int, int]()
     for v, first, last, is_saved in _needed(joint, saved):
         value = joint.values[v]
         if is_saved:
@@ -107,30 +111,40 @@ def judged(joint: Joint, saved: Collection[str]) -> Choice:
             kept += taken
             price += value.save_us
         else:
-            is_held = not value.fuses or last > first
+            is_held = not value.inlines and (not value.fuses or last > first)
             taken = value.size_bytes if is_held else 0
             remade += value.remake_us + (value.held_us if is_held else 0.0)
+            made_again[v] = first
         change[0 if is_saved else first] += taken
         change[last + 1] -= taken
     alive = itertools.accumulate(change[:stages])
     others = (joint.uses - 1) * kept
     curve = tuple(others + each + own for each, own in zip(alive, joint.own_bytes, strict=True))
-    return Choice(frozenset(needed), price + remade, remade, others + kept, curve)
+    return Choice(frozenset(needed), price + remade, remade, others + kept, curve, made_again)
 
 
 @dataclasses.dataclass(frozen=True)
 class More:
-    """f and g: bytes that compiled code needs beside what the table counts, in forward and in stages of backward."""
+    """f, g and e: bytes that compiled code needs beside what the table counts.
+
+    forward   in forward    backward  in each stage
+    making    in a stage, where a value is made again in it; by the value's position and the stage
+    """
 
     forward: int
     backward: tuple[int, ...]
+    making: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
-    def at_least(self, other: More) -> More:
-        return More(max(self.forward, other.forward), tuple(map(max, self.backward, other.backward)))
+    def in_stages(self, choice: Choice) -> list[int]:
+        """Return the bytes that the code of a choice should need in each stage of backward."""
+        found = list(map(operator.add, choice.alive_bytes, self.backward))
+        for made in choice.made_again.items() & self.making.keys():
+            found[made[1]] += self.making[made]
+        return found
 
     def peak_bytes(self, choice: Choice) -> int:
-        """Return the bytes that the compiled code of a choice should need."""
-        return max(choice.kept_bytes + self.forward, *map(operator.add, choice.alive_bytes, self.backward), 0)
+        """Return the bytes that the code of a choice should need."""
+        return max(choice.kept_bytes + self.forward, *self.in_stages(choice), 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +178,7 @@ def _spans(joint: Joint, most: int) -> list[_Span | None]:
         for u in values[v].inputs:
             begin[u] = min(begin[u], begin[v])
             late[u] = max(late[u], by)
-            last[u] = max(last[u], by)
+            last[u] = max(last[u], last[v] if values[v].inlines else by)
             if values[u].first is None:
                 due[u] = late[u]
     reach = max(most // max(len(values), 1), 2)
@@ -220,12 +234,13 @@ def solve(
 
 def _late(joint: Joint, choice: Choice, more: More, most_bytes: int) -> frozenset[int]:
     """Return the values that take memory by (11) in stages that exceed `most_bytes`."""
-    pairs = zip(choice.alive_bytes, more.backward, strict=True)
-    over = [t for t, (alive, beside) in enumerate(pairs) if alive + beside > most_bytes]
+    over = [t for t, needed in enumerate(more.in_stages(choice)) if needed > most_bytes]
     found = set[int]()
     for v, first, last, is_saved in _needed(joint, choice.saved) if over else ():
         value = joint.values[v]
         own = -1 if value.last is None else value.last
+        if value.inlines and not is_saved:
+            continue
         begin = own + 1 if is_saved or not value.fuses else own
         if not is_saved:
             begin = max(begin, first)
@@ -312,10 +327,10 @@ class _Program:
         last = self.joint.values[v].last
         alone = None if last is None else self._made(v, last - 1)
         later = [
-            [made.negated(), *self._unless_made(u, t + 1)]
-            for u in self.made_of[v]
+            [made.negated(), *unless]
             for t, made in self.r[v].items()
-            if (last is None or t >= last) and self.r[u] and t < self.spans[u].due  # type: ignore[union-attr]
+            if last is None or t >= last
+            for unless in self._unless_needed(v, t + 1)
         ]
         if not later:
             return alone
@@ -338,8 +353,9 @@ class _Program:
             if v in self.held:
                 hint(self.held[v], not is_saved and first < last)
         for (v, t), alive in self.a.items():
-            first, last, is_saved = needed.get(v, none)
-            hint(alive, t <= last and (is_saved or (first <= t and (first < last or not self.joint.values[v].fuses))))
+            (first, last, is_saved), value = needed.get(v, none), self.joint.values[v]
+            is_held = first <= t and not value.inlines and (first < last or not value.fuses)
+            hint(alive, t <= last and (is_saved or is_held))
 
     def _there(self, u: int, t: int) -> list[Any]:
         """List variables of which one is true if value u can be read in stage t."""
@@ -355,6 +371,8 @@ class _Program:
         if span is None or t > span.last:
             return []
         saved, made, before = self.s[v], self._made(v, t), self._made(v, t - 1)
+        if value.inlines:
+            made = before = None
         if self.counted is None:
             return _those(saved, self._made(v, min(t, span.last - 1)) if value.fuses else made)
         last = -1 if value.last is None else value.last
@@ -367,10 +385,10 @@ class _Program:
         if t > last:
             reasons += [(saved, t), (before if value.fuses else None, t)]
         clauses = [
-            [there.negated(), *self._unless_made(u, by)]
+            [there.negated(), *unless]
             for there, by in reasons
-            for u in self.made_of[v]
-            if there is not None and self.r[u] and by <= self.spans[u].due  # type: ignore[union-attr]
+            if there is not None
+            for unless in self._unless_needed(v, by)
         ]
         clauses += [[each.negated()] for each in _those(before) if t == last]
         certain = _those(saved) if t == last else []
@@ -381,6 +399,21 @@ class _Program:
             self.model.add_bool_or([alive, *clause])  # (11)
         return [*certain, alive]
 
+    def _unless_needed(self, v: int, t: int) -> Iterator[list[Any]]:
+        """Yield lists of literals: all have a true one unless something is made of value v in stage t or later."""
+        for u in self.made_of[v]:
+            if not self.r[u]:
+                continue
+            again, last = self._made(u, _LAST).negated(), self.joint.values[u].last
+            if t <= self.spans[u].due:  # type: ignore[union-attr]
+                yield self._unless_made(u, t)
+            if not self.joint.values[u].inlines:
+                continue
+            if last is not None and t <= last:
+                yield [again]
+            else:
+                yield from ([again, *unless] for unless in self._unless_needed(u, t))
+
     def _unless_made(self, u: int, t: int) -> list[Any]:
         """List literals of which one is true unless value u is made again in stage t or later."""
         return [self._made(u, _LAST).negated(), *_those(self._made(u, t - 1))]
@@ -390,6 +423,7 @@ class _Program:
         values = self.joint.values
         self.unit = unit = max(sum(value.size_bytes for value in values) // _UNITS, 1)
         total = self.joint.uses * sum(v.size_bytes + unit for v in values) + max(self.joint.own_bytes, default=0) + unit
+        total += sum(more.making.values())
         most = min(most_bytes, total + max(more.forward, *more.backward, 0))
         self.most = self.model.new_int_var(min(most // unit, 0), most // unit, "M")
         kept = [(each, v.size_bytes) for each, v in zip(self.s, values, strict=True) if each is not None]
@@ -397,7 +431,14 @@ class _Program:
         self._limit([*others, *kept], more.forward, unit)
         for t, own_bytes in enumerate(map(operator.add, self.joint.own_bytes, more.backward)):
             alive = [(each, value.size_bytes) for v, value in enumerate(values) for each in self._alive(v, t)]
-            self._limit([*others, *alive], own_bytes, unit)
+            making = [
+                (each, sign * size)
+                for (v, when), size in more.making.items()
+                if when == t
+                for sign, made in ((1, self._made(v, t)), (-1, self._made(v, t - 1)))
+                for each in _those(made)
+            ]
+            self._limit([*others, *alive, *making], own_bytes, unit)
 
     def _limit(self, terms: Sequence[tuple[Any, int]], more: int, unit: int) -> None:
         weights = [-(-size // unit) for _, size in terms]
