@@ -198,8 +198,9 @@ class _Builder:
         in_forward = [reader for reader in readers if reader not in self.in_backward]
         is_written = _is_of_library(node) or is_result or any(map(calls_library, in_forward))
         is_read_by_library = any(map(calls_library, readers))
+        is_inlined = node in self.inlined
         is_materialized = _is_of_library(node) or is_read_by_library or _is_drawn(node) or len(set(stages)) > 1
-        is_materialized &= node not in self.inlined
+        is_materialized &= not is_inlined
         inputs = {self.position[base] for base in map(_base, node.all_input_nodes) if base in self.position}
         policy = policy_of(node)
         can_remake = policy == "recompute" or (policy != "save" and self._may_run_again(node))
@@ -208,14 +209,14 @@ class _Builder:
             size_bytes=size,
             save_us=self._traffic_us(size * (1 if is_written else 2)),
             remake_us=self._remake_us(node, is_materialized) if can_remake else 0.0,
-            fuses=not is_materialized and node not in self.inlined,
+            fuses=not is_materialized and not is_inlined,
             held_us=0.0 if is_materialized else self._traffic_us(size),
             inputs=tuple(sorted(inputs)),
             first=min(stages, default=None),
             last=max(stages, default=None),
             can_save=not is_tuple and policy != "recompute" and (policy == "save" or not self._is_rounded(node)),
             can_remake=can_remake,
-            inlines=node in self.inlined,
+            inlines=is_inlined,
         )
 
     def _traffic_us(self, size_bytes: int) -> float:
@@ -340,9 +341,10 @@ def _decides(result: fx.Node, node: fx.Node) -> bool:
 
 
 def _bytes(node: fx.Node) -> int:
-    """Return the bytes of a node's value; 0 for several outputs, which have nodes of their own."""
+    """Return the bytes of a node's value; 0 for several outputs, which have nodes of their own, and for sparse ones."""
     value = node.meta.get("val")
-    return hinted(value.untyped_storage().nbytes()) if isinstance(value, Tensor) else 0
+    is_strided = isinstance(value, Tensor) and value.layout == torch.strided
+    return hinted(value.untyped_storage().nbytes()) if is_strided else 0
 
 
 def _kernel_us(node: fx.Node, target: Target) -> float:

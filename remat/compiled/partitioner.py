@@ -355,7 +355,9 @@ class Search:
                 found = min(by_stage[stage] - alive, overall)
             backward.insert(0, found)
         forward = (self.uses - 1) * seen.kept + seen.forward - choice.kept_bytes
-        return self._corrected(More(forward, tuple(backward)), choice)
+        more = More(forward, tuple(backward))
+        is_said = self.fits(choice) or more.peak_bytes(choice) > self.most_bytes
+        return more if is_said else self._corrected(more, choice)
 
     def _by_stage(self, choice: Choice) -> Mapping[int, int]:
         """Return what the code of a choice needs in the stages of backward that call libraries."""
@@ -376,20 +378,20 @@ class Search:
     def _corrected(self, more: More, choice: Choice) -> More:
         """Say of a choice whose code exceeds the budget that it does.
 
-        Where a stage needs more than was thought, values that this choice makes again in it are why; if there are none,
-        every choice needs that.
+        Where its highest stage needs more than was thought, values that it makes again in that stage are why; if there
+        are none, every choice needs that. In other stages, buffers may wait for others of their size below that peak.
         """
         seen, backward, making = self.lower(choice), list(more.backward), dict(more.making)
-        expected = more.in_stages(choice)
-        for stage, size in self._by_stage(choice).items():
-            if size <= max(self.most_bytes, expected[stage]):
+        expected, by_stage = more.in_stages(choice), self._by_stage(choice)
+        highest = max(by_stage.values())
+        for stage in (stage for stage, size in by_stage.items() if size == highest):
+            if (missing := highest - expected[stage]) <= 0:
                 continue
             again = {v: self.joint.values[v].size_bytes for v, made in choice.made_again.items() if made == stage}
             if not (total := sum(again.values())):
-                backward[stage] += size - expected[stage]
+                backward[stage] += missing
             for v, size_bytes in again.items() if total else ():
-                share = -(-(size - expected[stage]) * size_bytes // total)
-                making[v, stage] = making.get((v, stage), 0) + share
+                making[v, stage] = making.get((v, stage), 0) + -(-missing * size_bytes // total)
         forward = max(more.forward, (self.uses - 1) * seen.kept + seen.forward - choice.kept_bytes)
         return More(forward, tuple(backward), making)
 

@@ -22,6 +22,7 @@ s.t.       s[v] + r[v, first[v]] >= 1                     where backward reads v
            a[v,t] >= s[v] + r[v,t] - r[u,t-1] + r[u, due[u]] - 1   after it, for every u       (11)
                      and the same for what is made of u, where u is inlined
            s[v] + r[v, due[v]] <= 1                                                            (12)
+           a[v,t] >= s[v]                       until the first stage that may come to need v  (13)
 
 k is what other runs of the graph have saved: (uses - 1) times the sum in (5).
 
@@ -157,8 +158,9 @@ class Solved:
 
 @dataclasses.dataclass(frozen=True)
 class _Span:
-    """Stages in which a value may be made again first: from `begin` to `due`; and the last in which it is read."""
+    """The stages `earliest` and `last` that may need a value, and `begin` to `due` in which it may be made again."""
 
+    earliest: int
     begin: int
     due: int
     last: int
@@ -183,7 +185,7 @@ def _spans(joint: Joint, most: int) -> list[_Span | None]:
                 due[u] = late[u]
     reach = max(most // max(len(values), 1), 2)
     return [
-        None if math.isinf(b) else _Span(int(max(b, d - reach)), int(d), int(max(x, d)))
+        None if math.isinf(b) else _Span(int(b), int(max(b, d - reach)), int(d), int(max(x, d)))
         for b, d, x in zip(begin, due, last, strict=True)
     ]
 
@@ -378,6 +380,8 @@ class _Program:
         last = -1 if value.last is None else value.last
         if t < last or (t == last and not value.fuses):
             return _those(saved, made)  # (10)
+        if t < span.earliest or (t == span.earliest and v not in self.counted):
+            return _those(saved)  # (13)
         if v not in self.counted:
             return _those(saved, before) if t == last else []
         # A value that fuses takes memory in a stage after which it is needed, or before which it was made.
