@@ -31,6 +31,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
@@ -81,7 +82,8 @@ class Case:
 def storages_outside(problem: Problem, case: Case) -> tuple[int, ...]:
     """List storages, largest first, that are neither in the state nor settled by `case`: a possible `Case.aside`."""
     settled = {shared.storage for shared in _choose_state_storages(problem, len(problem.space.segments)) if shared}
-    outside = (u for u in problem.liveness.shared if u not in settled and u not in case.pinned)
+    shared = problem.liveness.shared
+    outside = (u for u in shared if u not in settled and u not in case.pinned and shared[u].crosses)
     sizes = {u: problem.liveness.shared[u].size_bytes for u in outside}
     return tuple(sorted((u for u in sizes if sizes[u] > 0), key=lambda u: (-sizes[u], u))[:MOST_ASIDE])
 
@@ -279,7 +281,8 @@ class Chain:
 
     def _inside_limit(self, cut: int) -> int:
         """Return the most bytes that may be kept before `cut` in any state."""
-        return max(self.most_at(cut, k) for k in range(len(self.forward[cut]))) + self._pinned_from(cut)
+        later = sum(map(self._counted, itertools.chain.from_iterable(self._decided_in[cut:])))
+        return max(self.most_at(cut, k) for k in range(len(self.forward[cut]))) + self._pinned_from(cut) + later
 
     def _pinned_from(self, segment: int) -> int:
         """Return the counted bytes of storages pinned at `segment` or later: a region counts all of them at once."""
@@ -409,6 +412,15 @@ class Chain:
                 found[site].append(shared)
         return found
 
+    @functools.cached_property
+    def _decided_in(self) -> list[list[SharedStorage]]:
+        """The storages of every segment that a region around it keeps, whatever it saves."""
+        found: list[list[SharedStorage]] = [[] for _ in range(self.count)]
+        for shared in self.problem.liveness.shared.values():
+            if shared.is_decided:
+                found[shared.segment].append(shared)
+        return found
+
     def bits(self, storages: Iterable[int]) -> int:
         """Return the storages that are set aside, a bit each."""
         aside = self.case.aside
@@ -442,7 +454,8 @@ class Chain:
     def _region_transition(self, index: int, run: Run) -> Transition:
         problem, at, shape = self.problem, self.state_storages[run.a], run.shape
         assert run.region is not None
-        taken = [shared for shared in self.open[run.a] if _is_taken(shared, run)]
+        decided = itertools.chain.from_iterable(self._decided_in[run.a : run.b])
+        taken = [shared for shared in (*self.open[run.a], *decided) if _is_taken(shared, run)]
         late = [shared for shared in taken if self._counts_in(shared, run)]
         earlier = [shared for shared in taken if shared is not at and self._is_counted_before(shared, run.a)]
         before = sum(shared.size_bytes for shared in earlier)
@@ -580,8 +593,9 @@ def _open_storages(problem: Problem, count: int) -> list[list[SharedStorage]]:
 
 def _choose_state_storages(problem: Problem, count: int) -> list[SharedStorage | None]:
     """Choose a state storage for every cut: disjoint stretches with the most bytes in all."""
-    stretches = [(shared.segment + 1, shared.sites[-1], shared) for shared in problem.liveness.shared.values()]
-    stretches = sorted((s for s in stretches if s[0] <= s[1]), key=lambda s: (s[1], s[0], s[2].storage))
+    crossing = (shared for shared in problem.liveness.shared.values() if shared.crosses and not shared.is_decided)
+    stretches = [(shared.segment + 1, shared.sites[-1], shared) for shared in crossing]
+    stretches.sort(key=lambda s: (s[1], s[0], s[2].storage))
     ends = [end for _, end, _ in stretches]
     best = [0]  # bytes, by number of stretches considered
     taken: list[bool] = []
