@@ -443,7 +443,10 @@ class Chain:
             run.b,
             0,
             keeps + (self._counted(end) if passes_on and end is not None else 0),
-            problem.budget_bytes - row.bytes + sum(shared.size_bytes for shared in earlier),
+            problem.budget_bytes
+            - row.bytes
+            + sum(shared.size_bytes for shared in earlier)
+            - self._always_before[run.a],
             wants=at is not None and run.a in at.packed,
             counts=at is not None and at.storage in row.alive,
             passes_on=passes_on,
@@ -473,14 +476,15 @@ class Chain:
             begun = problem.fixed_bytes
             if (start := shape.start) is not None:
                 begun = local + start.bytes - start.spare_bytes - start.made_bytes - inputs
-            self.most_after[run.b] = max(self.most_after[run.b], problem.budget_bytes - begun)
+            most = problem.budget_bytes - begun - self._always_before[run.b]
+            self.most_after[run.b] = max(self.most_after[run.b], most)
         return Transition(
             index,
             run.a,
             run.b,
             shape.time_ns,
             sum(map(self._counted, late)) + self._pinned_bytes(run),
-            problem.budget_bytes - least,
+            problem.budget_bytes - least - self._always_before[run.a],
             wants=at in taken,
             counts=counts and at in taken,
             saves=saves,
@@ -493,7 +497,8 @@ class Chain:
         """Return for every cut and k the most bytes that earlier segments may keep by the rows of forward."""
         each = [self._limits_beside(op) for op in self.held_at]
         return [
-            [-(-sum(most) // len(each)) for most in zip(*of_cut, strict=True)] for of_cut in zip(*each, strict=True)
+            [-(-sum(most) // len(each)) - always for most in zip(*of_cut, strict=True)]
+            for always, *of_cut in zip(self._always_before, *each, strict=False)
         ]
 
     def _limits_beside(self, held_at: int) -> list[list[int]]:
@@ -520,7 +525,7 @@ class Chain:
 
         It is the forward's limit plus all forward-held bytes, and at most what backward may start with.
         """
-        most = self.problem.budget_bytes - self.problem.fixed_bytes
+        most = self.problem.budget_bytes - self.problem.fixed_bytes - self._always_before[cut]
         return [min(forward + self._forward_held_before[cut], most) for forward in self.forward[cut]]
 
     @functools.cached_property
@@ -560,8 +565,29 @@ class Chain:
     @functools.cached_property
     def _uncounted_bytes(self) -> np.ndarray:
         """The bytes of every storage that this chain does not count if it is kept, rounded up."""
+        sizes = self.problem.graph.storages.size_bytes
         share = (100 - self.forward_held_percent) * self._times_held
-        return -(-self.problem.graph.storages.size_bytes * share // (100 * len(self.held_at)))
+        found = -(-sizes * share // (100 * len(self.held_at)))
+        found[self._always_kept] = sizes[self._always_kept]
+        return found
+
+    @functools.cached_property
+    def _always_kept(self) -> list[int]:
+        """The storages that every plan keeps from the segment that makes them: by a region around it, or plain.
+
+        They are deducted from limits instead, so that regions of one layer still keep sizes that few grains divide.
+        """
+        if any(self.problem.floor_bytes):
+            return []
+        alone = (shared for decided in self._decided_in for shared in decided if not shared.crosses)
+        return [s.storage for s in alone if s.segment in s.packed and not self._times_held[s.storage]]
+
+    @functools.cached_property
+    def _always_before(self) -> list[int]:
+        """The bytes of those made before every cut."""
+        sizes = self.problem.graph.storages.size_bytes[self._always_kept]
+        made = np.bincount(self._made_in[self._always_kept], sizes, minlength=self.count + 1)
+        return [0, *np.cumsum(made).astype(np.int64).tolist()]
 
     def _counted(self, shared: SharedStorage) -> int:
         """Return the bytes of `shared` that this chain counts if it is kept."""

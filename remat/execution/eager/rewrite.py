@@ -98,7 +98,7 @@ class RewriteOptions:
 
     counts             where regions and recomputations are counted
     observe            count every recomputed node, at the price of a Python call for each
-    recompute_context  context of recomputations
+    recompute_context  context of recomputations, and of copies for them
     offloader          brings storages to the host and back, if the plan has offloads
     weights            weights of the model that are on the host, if there are any
     watch              hooks of a first step around regions
@@ -267,7 +267,8 @@ class RegionTape:
         with Save() as save:
             value = function(*args, **kwargs)
         if recipes.copies:
-            save.tape.keep_copies()
+            with self.options.recompute_context():  # the untouched step has no such operators
+                save.tape.keep_copies()
         self._saved[key] = save.tape
         if save.drawn:
             self._drawn_on = None
