@@ -31,6 +31,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
@@ -81,7 +82,8 @@ class Case:
 def storages_outside(problem: Problem, case: Case) -> tuple[int, ...]:
     """List storages, largest first, that are neither in the state nor settled by `case`: a possible `Case.aside`."""
     settled = {shared.storage for shared in _choose_state_storages(problem, len(problem.space.segments)) if shared}
-    outside = (u for u in problem.liveness.shared if u not in settled and u not in case.pinned)
+    shared = problem.liveness.shared
+    outside = (u for u in shared if u not in settled and u not in case.pinned and shared[u].crosses)
     sizes = {u: problem.liveness.shared[u].size_bytes for u in outside}
     return tuple(sorted((u for u in sizes if sizes[u] > 0), key=lambda u: (-sizes[u], u))[:MOST_ASIDE])
 
@@ -279,7 +281,8 @@ class Chain:
 
     def _inside_limit(self, cut: int) -> int:
         """Return the most bytes that may be kept before `cut` in any state."""
-        return max(self.most_at(cut, k) for k in range(len(self.forward[cut]))) + self._pinned_from(cut)
+        later = sum(map(self._counted, itertools.chain.from_iterable(self._decided_in[cut:])))
+        return max(self.most_at(cut, k) for k in range(len(self.forward[cut]))) + self._pinned_from(cut) + later
 
     def _pinned_from(self, segment: int) -> int:
         """Return the counted bytes of storages pinned at `segment` or later: a region counts all of them at once."""
@@ -409,6 +412,15 @@ class Chain:
                 found[site].append(shared)
         return found
 
+    @functools.cached_property
+    def _decided_in(self) -> list[list[SharedStorage]]:
+        """The storages of every segment that a region around it keeps, whatever it saves."""
+        found: list[list[SharedStorage]] = [[] for _ in range(self.count)]
+        for shared in self.problem.liveness.shared.values():
+            if shared.is_decided:
+                found[shared.segment].append(shared)
+        return found
+
     def bits(self, storages: Iterable[int]) -> int:
         """Return the storages that are set aside, a bit each."""
         aside = self.case.aside
@@ -431,7 +443,10 @@ class Chain:
             run.b,
             0,
             keeps + (self._counted(end) if passes_on and end is not None else 0),
-            problem.budget_bytes - row.bytes + sum(shared.size_bytes for shared in earlier),
+            problem.budget_bytes
+            - row.bytes
+            + sum(shared.size_bytes for shared in earlier)
+            - self._always_before[run.a],
             wants=at is not None and run.a in at.packed,
             counts=at is not None and at.storage in row.alive,
             passes_on=passes_on,
@@ -442,7 +457,8 @@ class Chain:
     def _region_transition(self, index: int, run: Run) -> Transition:
         problem, at, shape = self.problem, self.state_storages[run.a], run.shape
         assert run.region is not None
-        taken = [shared for shared in self.open[run.a] if _is_taken(shared, run)]
+        decided = itertools.chain.from_iterable(self._decided_in[run.a : run.b])
+        taken = [shared for shared in (*self.open[run.a], *decided) if _is_taken(shared, run)]
         late = [shared for shared in taken if self._counts_in(shared, run)]
         earlier = [shared for shared in taken if shared is not at and self._is_counted_before(shared, run.a)]
         before = sum(shared.size_bytes for shared in earlier)
@@ -460,14 +476,15 @@ class Chain:
             begun = problem.fixed_bytes
             if (start := shape.start) is not None:
                 begun = local + start.bytes - start.spare_bytes - start.made_bytes - inputs
-            self.most_after[run.b] = max(self.most_after[run.b], problem.budget_bytes - begun)
+            most = problem.budget_bytes - begun - self._always_before[run.b]
+            self.most_after[run.b] = max(self.most_after[run.b], most)
         return Transition(
             index,
             run.a,
             run.b,
             shape.time_ns,
             sum(map(self._counted, late)) + self._pinned_bytes(run),
-            problem.budget_bytes - least,
+            problem.budget_bytes - least - self._always_before[run.a],
             wants=at in taken,
             counts=counts and at in taken,
             saves=saves,
@@ -480,7 +497,8 @@ class Chain:
         """Return for every cut and k the most bytes that earlier segments may keep by the rows of forward."""
         each = [self._limits_beside(op) for op in self.held_at]
         return [
-            [-(-sum(most) // len(each)) for most in zip(*of_cut, strict=True)] for of_cut in zip(*each, strict=True)
+            [-(-sum(most) // len(each)) - always for most in zip(*of_cut, strict=True)]
+            for always, *of_cut in zip(self._always_before, *each, strict=False)
         ]
 
     def _limits_beside(self, held_at: int) -> list[list[int]]:
@@ -507,7 +525,7 @@ class Chain:
 
         It is the forward's limit plus all forward-held bytes, and at most what backward may start with.
         """
-        most = self.problem.budget_bytes - self.problem.fixed_bytes
+        most = self.problem.budget_bytes - self.problem.fixed_bytes - self._always_before[cut]
         return [min(forward + self._forward_held_before[cut], most) for forward in self.forward[cut]]
 
     @functools.cached_property
@@ -547,8 +565,29 @@ class Chain:
     @functools.cached_property
     def _uncounted_bytes(self) -> np.ndarray:
         """The bytes of every storage that this chain does not count if it is kept, rounded up."""
+        sizes = self.problem.graph.storages.size_bytes
         share = (100 - self.forward_held_percent) * self._times_held
-        return -(-self.problem.graph.storages.size_bytes * share // (100 * len(self.held_at)))
+        found = -(-sizes * share // (100 * len(self.held_at)))
+        found[self._always_kept] = sizes[self._always_kept]
+        return found
+
+    @functools.cached_property
+    def _always_kept(self) -> list[int]:
+        """The storages that every plan keeps from the segment that makes them: by a region around it, or plain.
+
+        They are deducted from limits instead, so that regions of one layer still keep sizes that few grains divide.
+        """
+        if any(self.problem.floor_bytes):
+            return []
+        alone = (shared for decided in self._decided_in for shared in decided if not shared.crosses)
+        return [s.storage for s in alone if s.segment in s.packed and not self._times_held[s.storage]]
+
+    @functools.cached_property
+    def _always_before(self) -> list[int]:
+        """The bytes of those made before every cut."""
+        sizes = self.problem.graph.storages.size_bytes[self._always_kept]
+        made = np.bincount(self._made_in[self._always_kept], sizes, minlength=self.count + 1)
+        return [0, *np.cumsum(made).astype(np.int64).tolist()]
 
     def _counted(self, shared: SharedStorage) -> int:
         """Return the bytes of `shared` that this chain counts if it is kept."""
@@ -580,8 +619,9 @@ def _open_storages(problem: Problem, count: int) -> list[list[SharedStorage]]:
 
 def _choose_state_storages(problem: Problem, count: int) -> list[SharedStorage | None]:
     """Choose a state storage for every cut: disjoint stretches with the most bytes in all."""
-    stretches = [(shared.segment + 1, shared.sites[-1], shared) for shared in problem.liveness.shared.values()]
-    stretches = sorted((s for s in stretches if s[0] <= s[1]), key=lambda s: (s[1], s[0], s[2].storage))
+    crossing = (shared for shared in problem.liveness.shared.values() if shared.crosses and not shared.is_decided)
+    stretches = [(shared.segment + 1, shared.sites[-1], shared) for shared in crossing]
+    stretches.sort(key=lambda s: (s[1], s[0], s[2].storage))
     ends = [end for _, end, _ in stretches]
     best = [0]  # bytes, by number of stretches considered
     taken: list[bool] = []

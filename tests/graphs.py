@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from remat.costing.costs import Costs
 from remat.evaluation.graph import OUTSIDE, Graph, Node, OpKind, SavedTensors, Storages
 from remat.evaluation.plan import Region
-from remat.formulation.search_space import Segment, Space, legal_cuts, saveable
+from remat.formulation.search_space import Segment, Space, can_be_kept, legal_cuts, saveable
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.workload.training_loop import TrainingLoop
@@ -655,6 +655,16 @@ def crossing_toys(draw: st.DrawFn, *, most: int = 7) -> list[ToyNode]:
         inputs = tuple(sorted(earlier | unread))
         nodes.append(ToyNode(draw(st.integers(1, 12)), inputs, keeps, time_us=draw(st.integers(1, 12))))
     return nodes
+
+
+@st.composite
+def deciding(draw: st.DrawFn, graph: Graph) -> Graph:
+    """`graph`, in which a node or two decide, so that every region around them saves them; or none."""
+    able = can_be_kept(graph)
+    found = draw(st.sets(st.sampled_from(able), max_size=2)) if able else set()
+    return dataclasses.replace(
+        graph, nodes=tuple(dataclasses.replace(node, decides=i in found) for i, node in enumerate(graph.nodes))
+    )
 
 
 @st.composite

@@ -73,6 +73,13 @@ def plans_of(draw: st.DrawFn, problem: Problem) -> tuple[Region, ...]:
     return tuple(regions)
 
 
+def decides_again(problem: Problem, regions: Sequence[Region]) -> set[int]:
+    """The nodes that decide and that a plan has run again."""
+    curve = problem.memory.curve(regions)
+    again = curve.op[(curve.region >= 0) & curve.executed]
+    return set(problem.graph.op_node[again[~problem.graph.is_made_again[again]]]) & set(problem.graph.deciding)
+
+
 def chosen_runs(problem: Problem, regions: Sequence[Region]) -> list[int]:
     """Indices of the runs that a plan consists of, in order."""
     return sorted(problem.runs_of(regions), key=lambda i: problem.runs[i].a)

@@ -36,7 +36,7 @@ from remat.solvers.chain_table import Table, admits, choose_grain, regions_of
 from remat.solvers.least_peak import least_peak
 from remat.solvers.reduced_costs import useful_runs
 from tests.examples import examples
-from tests.graphs import ToyNode, chain, crossing_toys, every_cut, saveable, spaces, toy_graph, toys
+from tests.graphs import ToyNode, chain, crossing_toys, deciding, every_cut, saveable, spaces, toy_graph, toys
 from tests.oracle import Oracle, plans_of
 
 AMPLE = 10**6
@@ -48,6 +48,7 @@ TOO_MANY = settings(MANY, max_examples=4000)
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
     graph, costs = toy_graph(draw(toys() | crossing_toys(most=6)), fixed_bytes=3)
+    graph = draw(deciding(graph))
     return Problem(graph, costs, draw(spaces(graph)), AMPLE)
 
 
@@ -80,6 +81,7 @@ def outside_the_state(problem: Problem) -> list[int]:
 def tight_problems(draw: st.DrawFn) -> tuple[Problem, tuple[Region, ...]]:
     """A larger problem, and a plan of it that its budget just allows."""
     graph, costs = toy_graph(draw(toys(most=9)), fixed_bytes=3)
+    graph = draw(deciding(graph))
     problem = Problem(graph, costs, draw(spaces(graph, most_segments=8, most_saves=6)), AMPLE)
     regions = draw(plans_of(problem))
     return problem.with_budget(problem.memory.curve(regions).peak_bytes), regions
@@ -203,6 +205,7 @@ def several_chains(draw: st.DrawFn, problem: Problem, case: Case) -> list[Chain]
 def held_problems(draw: st.DrawFn) -> tuple[Problem, tuple[Region, ...]]:
     """As `tight_problems`, where some of what is made is local for longer in forward, and some may go to a host."""
     graph, costs = toy_graph(draw(toys(most=9)), fixed_bytes=3)
+    graph = draw(deciding(graph))
     death = graph.storages.death.copy()
     for u in np.flatnonzero((graph.storages.node >= 0) & (death < graph.forward_end)):
         death[u] = draw(st.integers(int(death[u]), graph.forward_end - 1))

@@ -32,8 +32,8 @@ from remat.solvers.least_peak import least_peak
 from remat.solvers.program import Constraint, Outcome, Program
 from remat.streams import stdout_to_stderr
 from tests.examples import examples
-from tests.graphs import ToyNode, chain, crossing_toys, every_cut, spaces, toy_graph, toys
-from tests.oracle import Oracle, every_plan, is_kept
+from tests.graphs import ToyNode, chain, crossing_toys, deciding, every_cut, spaces, toy_graph, toys
+from tests.oracle import Oracle, decides_again, every_plan, is_kept
 
 HIGHS = functools.partial(milp.solve, engine="highs")
 SCIP = functools.partial(milp.solve, engine="scip")
@@ -70,6 +70,7 @@ def assert_right(solver: str, problem: Problem, oracle: Oracle, budget_bytes: in
         return
     assert solution.status != "infeasible"
     assert solution.bound_us <= expected + 1e-6
+    assert not decides_again(problem, solution.regions)
     if solution.status != "unknown":
         assert check(problem.with_budget(budget_bytes), solution) == []
     if solution.status == "optimal":
@@ -88,7 +89,7 @@ def problems(draw: st.DrawFn) -> Problem:
     ]
     graph, costs = toy_graph(nodes, fixed_bytes=3)
     marks = draw(st.lists(st.sampled_from(MARKS), min_size=len(nodes), max_size=len(nodes)))
-    graph = dataclasses.replace(graph, nodes=tuple(map(marked, graph.nodes, marks)))
+    graph = draw(deciding(dataclasses.replace(graph, nodes=tuple(map(marked, graph.nodes, marks)))))
     return Problem(graph, costs, draw(spaces(graph)), AMPLE)
 
 

@@ -34,13 +34,14 @@ from tests.graphs import (
     TOYS,
     ToyNode,
     chain,
+    deciding,
     every_cut,
     recorded,
     spaces,
     toy_graph,
     toys,
 )
-from tests.oracle import Oracle
+from tests.oracle import Oracle, decides_again
 
 pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
 
@@ -109,6 +110,7 @@ def assert_kept(problem: Problem, solution: Solution) -> None:
     """Assert that a solution's claims hold, and that its plan is one of the space."""
     assert_of_the_space(problem, solution.regions)
     assert problem.objective_ns(solution.regions) == pytest.approx(solution.objective_us * NS, abs=1)
+    assert not decides_again(problem, solution.regions)
     if solution.status == "feasible":
         assert check(problem, solution) == []
     else:
@@ -135,7 +137,8 @@ def problems(draw: st.DrawFn) -> Problem:
     nodes[-1] = dataclasses.replace(nodes[-1], module="")
     graph, costs = toy_graph(nodes, fixed_bytes=3)
     kinds = [dataclasses.replace(kind, flops=draw(st.integers(0, 1))) for kind in graph.kinds]
-    return Problem(dataclasses.replace(graph, kinds=tuple(kinds)), costs, draw(spaces(graph)), AMPLE)
+    graph = draw(deciding(dataclasses.replace(graph, kinds=tuple(kinds))))
+    return Problem(graph, costs, draw(spaces(graph)), AMPLE)
 
 
 @given(problems(), st.integers(0, 100))

@@ -17,7 +17,18 @@ from remat.evaluation.plan import Region
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import Segment, Space, find_space
 from tests.examples import examples
-from tests.graphs import DYNAMO_LOOKS_AT_GRAD, TOYS, ToyNode, chain, every_cut, recorded, spaces, toy_graph, toys
+from tests.graphs import (
+    DYNAMO_LOOKS_AT_GRAD,
+    TOYS,
+    ToyNode,
+    chain,
+    deciding,
+    every_cut,
+    recorded,
+    spaces,
+    toy_graph,
+    toys,
+)
 from tests.oracle import chosen_runs, plans_of, value_of
 
 pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
@@ -69,6 +80,7 @@ def assert_rows_exact(problem: Problem, regions: tuple[Region, ...]) -> None:
 @MANY
 def test_rows_of_toy_graphs_are_exact(nodes: list[ToyNode], data: st.DataObject) -> None:
     graph, costs = toy_graph(nodes, fixed_bytes=5)
+    graph = data.draw(deciding(graph))
     space = data.draw(spaces(graph))
     not_caller_held = tuple(v for v in space.saveable if v != len(nodes) - 1)
     problem = Problem(graph, costs, dataclasses.replace(space, saveable=not_caller_held), 10**6)
@@ -78,6 +90,7 @@ def test_rows_of_toy_graphs_are_exact(nodes: list[ToyNode], data: st.DataObject)
 def rows_never_overstate(nodes: list[ToyNode], data: st.DataObject) -> None:
     late = [dataclasses.replace(node, lingers=data.draw(st.integers(0, 4))) for node in nodes]
     graph, costs = toy_graph(late)
+    graph = data.draw(deciding(graph))
     space = data.draw(spaces(graph))
     not_caller_held = tuple(v for v in space.saveable if v != len(nodes) - 1)
     problem = Problem(graph, costs, dataclasses.replace(space, saveable=not_caller_held), 10**6)

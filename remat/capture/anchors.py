@@ -223,6 +223,14 @@ def read(graph_module: fx.GraphModule) -> Reading:
     )
 
 
+def changed(graph_module: fx.GraphModule) -> frozenset[int]:
+    """Return the ordinals of captured nodes whose values a later node writes to."""
+    nodes, state = captured_nodes(graph_module), _Storages(graph_module)
+    ordinal = {node: i for i, node in enumerate(nodes)}
+    makers = (maker for node in nodes if writes(node) for maker in state.makers_of_written(node) if maker is not node)
+    return frozenset(ordinal[maker] for maker in makers if maker in ordinal)
+
+
 def _once(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> Iterator[int]:
     state = _Storages(graph_module)
     for i, node in enumerate(nodes):

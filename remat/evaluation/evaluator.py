@@ -22,6 +22,8 @@ Rule 7  A cast that belongs to a saved node (autocast's copies) is not saved; it
         as autocast is on, in a recomputation as long as that.
 Rule 9  A region is recomputed once for every backward that asks for its saves: for those within the forward too. What
         such a backward's own graph keeps, it keeps as that recomputation made it; what the region took, as it is.
+Rule 10 Every region saves the nodes that decide (`Node.decides`), but those around and inside other regions. If another
+        node changes their values in place, it saves copies.
 Rule 8  An offloaded storage is on the device until its release, and again from its fetch, or the first request for it,
         if that is earlier, until autograd or its last region lets go of it. How fast it is copied changes times only.
 """
@@ -38,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from remat.evaluation.graph import OPTIMIZER_STATE, STEP_IN_BACKWARD, Graph
-from remat.evaluation.plan import Offload, Region
+from remat.evaluation.plan import Offload, Region, saved_nodes
 
 _Position = Callable[[np.ndarray], np.ndarray]
 
@@ -275,7 +277,7 @@ class Memory:
         again, again_birth, again_death, made_by = self._made_again(recomputations, position)
         executed = np.ones(len(ops), dtype=bool)
         for i, recomputation in enumerate(recomputations):
-            if recomputation.region.saved:
+            if self._saves(recomputation):
                 is_saved = np.zeros(len(storages.birth), dtype=bool)
                 is_saved[self.saved_storages(recomputation.region)] = True
                 saved = (made_by == i) & is_saved[again]
@@ -285,15 +287,20 @@ class Memory:
             self._mark_replayed(executed, recomputation)
         instances = made_by >= 0
         again, again_birth, again_death = again[instances], again_birth[instances], again_death[instances]
-        copies = self._copies(recomputations, position)
+        copies, copied = self._copies(recomputations, position), self._copied(regions)
         fetched, fetched_birth, fetched_death = self._fetched(regions, recomputations, position, death)
         return Lives(
-            storage=np.concatenate([np.arange(len(storages.birth)), again, copies.storage, fetched]),
+            storage=np.concatenate([np.arange(len(storages.birth)), again, copies.storage, fetched, copied]),
             size_bytes=np.concatenate(
-                [storages.size_bytes, storages.size_bytes[again], copies.size_bytes, storages.size_bytes[fetched]]
+                [
+                    *(storages.size_bytes, storages.size_bytes[again], copies.size_bytes),
+                    *(storages.size_bytes[fetched], storages.size_bytes[copied]),
+                ]
             ),
-            birth=np.concatenate([position(storages.birth), again_birth, copies.birth, fetched_birth]),
-            death=np.concatenate([death, again_death, copies.death, fetched_death]),
+            birth=np.concatenate(
+                [position(storages.birth), again_birth, copies.birth, fetched_birth, position(storages.birth[copied])]
+            ),
+            death=np.concatenate([death, again_death, copies.death, fetched_death, position(storages.death[copied])]),
             op=ops,
             region=owner,
             executed=executed,
@@ -301,12 +308,15 @@ class Memory:
 
     def saved_storages(self, region: Region) -> np.ndarray:
         """Return the storages that a region saves: those that its saved nodes allocate, without casts. (Rule 7)"""
-        if not region.saved:
-            return np.zeros(0, dtype=np.int64)
-        return np.sort(np.concatenate([self._allocated[node] for node in region.saved]))
+        saved = saved_nodes(self.graph, region)
+        return np.sort(np.concatenate([self.allocated[node] for node in saved])) if saved else _none()
+
+    def _saves(self, r: Recomputation) -> tuple[int, ...]:
+        """Return the nodes whose results `r` takes from forward. (Rule 10)"""
+        return saved_nodes(self.graph, r.region) if r.level == 0 else r.region.saved
 
     @functools.cached_property
-    def _allocated(self) -> list[np.ndarray]:
+    def allocated(self) -> list[np.ndarray]:
         """The storages that each node allocates, without casts."""
         storages = self.graph.storages
         own = np.flatnonzero((storages.cast == 0) & (storages.node >= 0))
@@ -337,7 +347,7 @@ class Memory:
         count = 0
         for r in self.recomputations(regions):
             last = self._last_called(r.region)
-            count += last + 1 - r.region.first - sum(v <= last for v in r.region.saved)
+            count += last + 1 - r.region.first - sum(v <= last for v in self._saves(r))
         return count
 
     # Building the timeline
@@ -519,8 +529,6 @@ class Memory:
             if r.level == 0:
                 keeps = self._inputs_array(r.region)
                 death[keeps] = np.maximum(death[keeps], r.release)
-                if not r.region.saved:
-                    continue
                 saved = self.saved_storages(r.region)
                 replayed = self.graph.storages.node[saved] <= self._last_called(r.region)
                 death[saved] = np.maximum(death[saved], np.where(replayed, r.trigger - 1, r.release))
@@ -638,6 +646,11 @@ class Memory:
         birth = _placed(recomputations, by, table.at[rows])
         return _Copies(self._first_storage[table.node[rows]], table.copy_bytes[rows], birth, position(table.used[rows]))
 
+    def _copied(self, regions: Sequence[Region]) -> np.ndarray:
+        """Return the storages of which regions save copies, so that in forward there are two of each. (Rule 10)"""
+        changed = [v for region in regions for v in saved_nodes(self.graph, region) if v in self.graph.changed]
+        return np.concatenate([self.allocated[node] for node in changed]) if changed else _none()
+
     def _fetched(
         self, regions: Sequence[Region], recomputations: list[Recomputation], position: _Position, death: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -697,7 +710,7 @@ class Memory:
         deaths[unused] = np.maximum(deaths[unused], r.last)
 
     def _mark_replayed(self, executed: np.ndarray, r: Recomputation) -> None:
-        saved = [np.arange(self.node_first[node], self.node_end[node]) for node in r.region.saved]
+        saved = [np.arange(self.node_first[node], self.node_end[node]) for node in self._saves(r)]
         ops = np.concatenate([*saved, self._counting])
         ops = ops[(ops >= r.first) & (ops < r.stop)]
         executed[r.positions(ops)] = self.graph.is_made_again[ops]

@@ -77,6 +77,8 @@ class Node:
     reused_at      operators before which those copies would otherwise be made
     anchor, tensors, draws, made_bytes  see `identity.NodeId`
     slice_ends     for a chunked loss: operators run by the end of each slice but the last
+    decides        whether it makes integers of floating-point values, and forward reads them: run again, it might
+                   decide otherwise, so every region around it saves it
     """
 
     name: str
@@ -101,16 +103,20 @@ class Node:
     draws: bool = False
     made_bytes: int = 0
     slice_ends: tuple[int, ...] = ()
+    decides: bool = False
 
     def end_after(self, slices: int) -> int:
         """Return the number of operators run after so many of its slices; 0 stands for the whole node."""
         return self.slice_ends[slices - 1] if slices else self.end
 
     def to_json(self) -> list[Any]:
-        *row, slice_ends = dataclasses.astuple(self)
-        return [*row, slice_ends] if slice_ends else row  # files without are read by older versions
+        row = list(dataclasses.astuple(self))
+        while row[-1] in ((), False) and len(row) > _FIRST_FIELDS:  # files without are read by older versions
+            row.pop()
+        return row
 
 
+_FIRST_FIELDS = [field.name for field in dataclasses.fields(Node)].index("slice_ends")
 _BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
 
 
@@ -288,6 +294,16 @@ class Graph:
     def is_made_again(self) -> np.ndarray:
         """For every operator, whether its result is recomputed even if its node is saved."""
         return np.array([kind.name in MADE_AGAIN for kind in self.kinds], dtype=bool)[self.op_kind]
+
+    @functools.cached_property
+    def deciding(self) -> tuple[int, ...]:
+        """The nodes that decide, ascending."""
+        return tuple(i for i, node in enumerate(self.nodes) if node.decides)
+
+    @functools.cached_property
+    def changed(self) -> frozenset[int]:
+        """The nodes whose values another node changes in place."""
+        return frozenset(producer for node in self.nodes for producer in node.mutates)
 
     @property
     def unseen_bytes(self) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -42,7 +43,7 @@ Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 class Region:
     """Nodes first..end-1, wrapped in one `torch.utils.checkpoint` call.
 
-    saved  nodes whose outputs are kept from forward to the recomputation
+    saved  nodes whose outputs are kept from forward to the recomputation, beside those that decide (`saved_nodes`)
     inner  regions inside this one, disjoint and in order; a region with inner ones saves nothing itself
     """
 
@@ -432,6 +433,14 @@ def node_refs(graph: Graph) -> list[NodeRef]:
     return refs
 
 
+def saved_nodes(graph: Graph, region: Region) -> tuple[int, ...]:
+    """Return the nodes that a region which is in no other saves: those it names, and those that decide."""
+    decide = graph.deciding[bisect_left(graph.deciding, region.first) : bisect_left(graph.deciding, region.end)]
+    if not decide or region.inner:
+        return region.saved
+    return tuple(sorted({*region.saved, *decide}))
+
+
 def to_refs(
     graph: Graph, regions: tuple[Region, ...], modules: Sequence[tuple[int, int, str]] | None = None
 ) -> tuple[RegionRef, ...]:
@@ -439,32 +448,34 @@ def to_refs(
     path_of = {(first, end): path for first, end, path in modules or ()}
     refs = node_refs(graph)
 
-    def ref_of(region: Region) -> RegionRef:
+    def ref_of(region: Region, is_top: bool) -> RegionRef:
         first, last = refs[region.first], refs[region.end - 1]
         assert first.call == last.call != OUTSIDE
         inside = range(region.first, region.end)
+        saved = saved_nodes(graph, region) if is_top else region.saved
         return RegionRef(
             first,
             last,
-            saved=tuple(refs[v] for v in region.saved),
-            random=tuple(refs[v] for v in inside if graph.nodes[v].random and v not in region.saved),
+            saved=tuple(refs[v] for v in saved),
+            random=tuple(refs[v] for v in inside if graph.nodes[v].random and v not in saved),
             once=tuple(refs[v] for v in inside if graph.nodes[v].effect),
-            inner=tuple(map(ref_of, region.inner)),
+            inner=tuple(ref_of(part, False) for part in region.inner),
             module=path_of.get((region.first, region.end), ""),
         )
 
-    return tuple(ref_of(region) for region in regions)
+    return tuple(ref_of(region, True) for region in regions)
 
 
 def from_refs(graph: Graph, regions: tuple[RegionRef, ...]) -> tuple[Region, ...]:
     """Convert the references of `to_refs` to regions, on a graph with the same fingerprints."""
+    decide = {*graph.deciding}
     index = {(ref.call, ref.ordinal): i for i, ref in enumerate(node_refs(graph))}
 
     def region_of(ref: RegionRef) -> Region:
         return Region(
             index[ref.call, ref.first.ordinal],
             index[ref.call, ref.last.ordinal] + 1,
-            tuple(index[node.call, node.ordinal] for node in ref.saved),
+            tuple(v for node in ref.saved if (v := index[node.call, node.ordinal]) not in decide),
             tuple(map(region_of, ref.inner)),
         )
 

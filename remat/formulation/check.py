@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from remat.errors import RematError
 from remat.evaluation.plan import Region
 from remat.formulation.problem import Problem
-from remat.formulation.search_space import legal_cuts
+from remat.formulation.search_space import legal_cuts, runs_once
 from remat.formulation.solution import Solution
 
 
@@ -48,9 +48,11 @@ def _region(problem: Problem, region: Region) -> Iterator[str]:
     inside = graph.nodes[region.first : region.end]
     if len({node.call for node in inside}) > 1:
         yield f"the region at node {region.first} spans several graph calls"
-    for node in inside:
-        if node.effect == "other":
-            yield f"the region at node {region.first} holds {node.name}, which changes module state"
+    for i in sorted(runs_once(graph).intersection(range(region.first, region.end))):
+        why = "decides and cannot be kept" if graph.nodes[i].decides else "changes module state"
+        yield f"the region at node {region.first} holds {graph.nodes[i].name}, which {why}"
+    if region.inner and any(node.decides for node in inside):
+        yield f"the region at node {region.first} holds regions and nodes that decide, and so would not save these"
     saveable = set(problem.space.saveable)
     for node_index in region.saved:
         if node_index not in region or node_index not in saveable:

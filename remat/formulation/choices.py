@@ -9,6 +9,8 @@ import dataclasses
 
 from remat.evaluation.plan import Region
 
+BEFORE = -1  # a source before all segments
+
 
 @dataclasses.dataclass(frozen=True)
 class Point:
@@ -106,7 +108,8 @@ class SharedStorage:
     segment  the segment that makes it
     sites    segments with a reason to keep it, ascending
     packed   sites at which autograd saves it, if they are plain
-    taken    (source, site): a region that holds `site` but starts after `source` takes it as an input
+    taken    (source, site): a region that holds `site` but starts after `source` takes it as an input; with `BEFORE`
+             for the source every region that holds `site` keeps it: there a node makes it that decides
     saver    the node that makes it, if saving that node saves it
     death    last operator of its local life
     """
@@ -125,6 +128,16 @@ class SharedStorage:
         if run.region is None:
             return site in self.packed
         return any(source < run.a and taken_at == site for source, taken_at in self.taken)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether every region around the node that makes it keeps it."""
+        return any(source == BEFORE for source, _ in self.taken)
+
+    @property
+    def crosses(self) -> bool:
+        """Whether a later segment than the one that makes it has a reason to keep it."""
+        return self.segment < self.sites[-1]
 
     def site_before(self, segment: int) -> int | None:
         """Return the last site before `segment`; None if there is none."""

@@ -15,7 +15,7 @@ import numpy as np
 from remat.costing.costs import Costs
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
-from remat.formulation.choices import SharedStorage
+from remat.formulation.choices import BEFORE, SharedStorage
 from remat.formulation.search_space import Space
 
 NS = 1000  # nanoseconds in a microsecond: objectives are integers
@@ -30,7 +30,7 @@ class Liveness:
         self.memory = Memory(graph, costs.workspace_per_op(graph))
         self.op_time_ns = np.round(costs.per_op_us(graph) * NS).astype(np.int64)
         for node in graph.nodes:
-            if node.effect == "counter":  # never recomputed
+            if node.effect == "counter" or node.decides:  # never recomputed
                 self.op_time_ns[node.first : node.end] = 0
 
     @functools.cached_property
@@ -84,6 +84,9 @@ class Liveness:
                 if segment[source] < segment[i]:
                     for storage in graph.nodes[source].values:
                         taken.setdefault(storage, set()).add((int(segment[source]), int(segment[i])))
+        for node in graph.deciding:  # a region that makes it keeps it like one that takes it
+            for storage in self.memory.allocated[node].tolist():
+                taken.setdefault(storage, set()).add((BEFORE, int(segment[node])))
         return packed, taken
 
     @functools.cached_property

@@ -29,7 +29,7 @@ from remat.costing.costs import Costs
 from remat.errors import UsageError
 from remat.evaluation.evaluator import Curve
 from remat.evaluation.graph import Graph
-from remat.evaluation.plan import Offload, Region
+from remat.evaluation.plan import Offload, Region, saved_nodes
 from remat.formulation.beginnings import Beginnings
 from remat.formulation.choices import Point, Row, Run, Shape
 from remat.formulation.liveness import NS, Liveness
@@ -233,7 +233,7 @@ class Problem:
         segments = self.space.segments
         first, end = segments[a].first, segments[b - 1].end
         yield 0, Region(first, end)
-        if self.space.depth < 2:
+        if self.space.depth < 2 or saved_nodes(self.graph, Region(first, end)):  # one with inner regions saves nothing
             return
         for width in INNER_WIDTHS:
             if (b - a) % width == 0 and b - a >= max(2 * width, 3):
@@ -446,7 +446,7 @@ class Problem:
         )
 
     def _alive(self, run: Run, op: int, recomputing: bool) -> frozenset[int]:
-        """Return the storages from before `run` that its row counts already."""
+        """Return the shared storages that the row of `run` counts already."""
         if run.region is None:
             packed, _ = self.liveness.reasons
             return frozenset(u for u, release in packed[run.a].items() if release >= op and u in self.liveness.shared)
@@ -454,7 +454,10 @@ class Problem:
         assert recomputation is not None
         if not recomputing and op > recomputation.release:
             return frozenset()
-        return frozenset(u for u in self.memory.inputs(run.region.first, run.region.end) if u in self.liveness.shared)
+        keeps = self.memory.inputs(run.region.first, run.region.end).union(
+            self.memory.saved_storages(run.region).tolist()
+        )
+        return frozenset(u for u in keeps if u in self.liveness.shared)
 
     def _lingering(self, row: Row, op: int) -> tuple[tuple[int, int], ...]:
         """Return (segment, bytes) that plain segments after the run of `row` keep at backward operator `op` or later.
@@ -480,6 +483,8 @@ class Problem:
         """Return whether nothing in or before `run` can keep `storage` for its backward, but something after it can."""
         shared = self.liveness.shared.get(storage)
         if shared is None or shared.site_before(run.a) is not None:
+            return False
+        if run.region is not None and shared.is_reason(run, shared.segment):  # its own row counts it
             return False
         return shared.saver is None or run.region is None or shared.saver not in run.region
 

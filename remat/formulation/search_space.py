@@ -102,7 +102,7 @@ def find_space(graph: Graph, *, depth: int = DEPTH) -> Space:
             break
     forced = forced_cuts(graph) | {cut for block in blocks(graph) for cut in block}
     allowed = set(legal)
-    plain_nodes = {i for i, node in enumerate(graph.nodes) if node.call == OUTSIDE or node.effect == "other"}
+    plain_nodes = _in_no_region(graph)
 
     def is_plain(first: int, end: int) -> bool:
         return not allowed.issuperset((first, end)) or any(i in plain_nodes for i in range(first, end))
@@ -158,30 +158,45 @@ def last_uses(graph: Graph) -> list[int]:
 def saveable(graph: Graph) -> tuple[int, ...]:
     """Return the nodes whose outputs a region may save: they allocate, and nothing they touch is changed.
 
-    Storages held through backward anyway are left out, and so are chunked rows: backward recomputes them slice by
-    slice, whatever is saved of them. Within `torch.vmap` no value has a storage of its own that could be given back. If
-    a step differentiates inside, nodes that not every backward needs are left out too: by how much saving one shortens
-    a region's recomputations depends on the region.
+    Nodes that decide are left out: every region saves them. So are storages held through backward anyway, and chunked
+    rows: backward recomputes them slice by slice, whatever is saved of them. Within `torch.vmap` no value has a storage
+    of its own that could be given back. If a step differentiates inside, nodes that not every backward needs are left
+    out too: by how much saving one shortens a region's recomputations depends on the region.
     """
-    changed = {producer for node in graph.nodes for producer in node.mutates}
     caller_held = graph.storages.death >= graph.forward_end
     allocating = set(graph.storages.node[graph.storages.cast == 0].tolist()) - set(
         graph.storages.node[caller_held].tolist()
     )
     recomputed = asked_by_all(graph) if graph.inner else range(len(graph.nodes))
-    mapped = _mapped(graph)
     return tuple(
         i
+        for i in can_be_kept(graph)
+        if i in recomputed and i not in graph.changed and i in allocating and not graph.nodes[i].decides
+    )
+
+
+def can_be_kept(graph: Graph) -> list[int]:
+    """Return the nodes whose results the executor can keep, in a copy if another node changes them."""
+    mapped = _mapped(graph)
+    return [
+        i
         for i, node in enumerate(graph.nodes)
-        if i in recomputed
-        and node.call != OUTSIDE
+        if node.call != OUTSIDE
         and not node.effect
         and not node.mutates
-        and i not in changed
-        and i in allocating
         and not mapped[i]
         and not node.op.startswith(CHUNKED_ROWS)
-    )
+    ]
+
+
+def runs_once(graph: Graph) -> set[int]:
+    """Return the nodes that no region can hold: they change a module's state, or decide and cannot be kept."""
+    changes_state = {i for i, node in enumerate(graph.nodes) if node.effect == "other"}
+    return changes_state.union(graph.deciding).difference(can_be_kept(graph))
+
+
+def _in_no_region(graph: Graph) -> set[int]:
+    return runs_once(graph) | {i for i, node in enumerate(graph.nodes) if node.call == OUTSIDE}
 
 
 def _mapped(graph: Graph) -> list[int]:
@@ -200,12 +215,12 @@ def asked_by_all(graph: Graph) -> set[int]:
 
 def forced_cuts(graph: Graph) -> set[int]:
     """Return the ends of the graph, borders between graph calls, and both sides of nodes that must stay plain."""
-    nodes = graph.nodes
+    nodes, once = graph.nodes, runs_once(graph)
     forced = {0, len(nodes)}
     for i, node in enumerate(nodes):
         if i and node.call != nodes[i - 1].call:
             forced.add(i)
-        if node.effect == "other":
+        if i in once:
             forced |= {i, i + 1}
     return forced
 
@@ -274,7 +289,7 @@ def _merge_small(
 def blocks(graph: Graph) -> list[tuple[int, int]]:
     """Return runs of nodes [first, end) that belong to one layer of the model and may be a region."""
     legal = set(legal_cuts(graph))
-    plain = {i for i, node in enumerate(graph.nodes) if node.call == OUTSIDE or node.effect == "other"}
+    plain = _in_no_region(graph)
     found, start = [], 0
     names = [None if node.call == OUTSIDE else (node.call, block_of(node.module)) for node in graph.nodes]
     for i in range(1, len(names) + 1):

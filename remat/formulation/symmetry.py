@@ -74,7 +74,7 @@ class _Signatures:
         nodes = self.graph.nodes[segment.first : segment.end]
         return (
             segment.plain,
-            *((n.first - begin, n.end - begin, n.effect, n.in_context) for n in nodes),
+            *((n.first - begin, n.end - begin, n.effect, n.in_context, n.decides) for n in nodes),
             *((u, at - begin) for n in nodes for u, at in zip(n.reused, n.reused_at, strict=True)),
         )
 

@@ -188,6 +188,7 @@ class Recorder(Tracker):
         self._current: int | None = None
         self._op_nodes: list[int] = []
         self._storage_nodes: list[int] = []
+        self._integers: set[int] = set()  # storages of integers that an operator made of floating-point values
         self._sequence: list[int] = []  # autograd sequence number at the start of each node
         self._saved_tensors: list[dict[str, int]] = []
         self._asked_inside: dict[tuple[int, int], dict[str, int]] = {}  # (row, number of an inner backward) -> request
@@ -244,6 +245,7 @@ class Recorder(Tracker):
                 "mutates": (),
                 "single_tensor": True,
                 "in_context": False,
+                "decides": False,
                 "graph_inputs": tuple(sorted(graph_inputs)),
                 "takes_fixed": None in given,
                 "reused": (),
@@ -343,7 +345,9 @@ class Recorder(Tracker):
         if in_forward:
             self._count_wrapped_numbers(func, args)
             self._note_effects(node, func, args, kwargs)
-            self._note_reused(op, node, args, kwargs)
+            taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            self._note_decisions(taken, out)
+            self._note_reused(op, node, {*map(self.storage_of, taken)} - {FIXED})
             self._nodes[node]["end"] = self.op_count
 
     def _count_wrapped_numbers(self, func: Any, args: Any) -> None:
@@ -372,14 +376,26 @@ class Recorder(Tracker):
             return self._op_nodes[-1] if self.op_count - 1 > self._forward_end else len(self._nodes) - 1
         return max(bisect.bisect_right(self._sequence, number) - 1, 0)
 
-    def _note_reused(self, op: int, node: int, args: Any, kwargs: Any) -> None:
+    def _note_decisions(self, taken: Sequence[torch.Tensor], out: Any) -> None:
+        """Note integers that an operator makes of floating-point values, and mark its node once forward reads them.
+
+        Such a node decides: which experts a token goes to, for example. What only its own gradient reads (the places of
+        a maximum, the seed of an attention) decides nothing. Casts are left out: they always run again.
+        """
+        for storage in self._integers.intersection(map(self.storage_of, taken)):
+            self._nodes[self._storage_nodes[storage]]["decides"] = True
+        if any(tensor.is_floating_point() for tensor in taken):
+            integers = (leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and _is_integer(leaf))
+            made = {self.storage_of(tensor) for tensor in integers} - {FIXED}
+            self._integers.update(u for u in made if not self.storages[u].cast)
+
+    def _note_reused(self, op: int, node: int, taken: set[int]) -> None:
         """Note casts by an older node that are not inputs of this one.
 
         Autocast would make them before the casts that it makes for the same operator.
         """
         record = self._nodes[node]
-        taken = {self.storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-        older = {u for u in taken - {FIXED} if self.storages[u].cast and self._storage_nodes[u] < node}
+        older = {u for u in taken if self.storages[u].cast and self._storage_nodes[u] < node}
         if not older:
             return
         given = {u for source in record["inputs"] for u in self._nodes[source]["values"]}
@@ -600,6 +616,10 @@ class Recorder(Tracker):
             used=_column(last if request["used"] < 0 else request["used"] for request in requests),
             kept=_column(request["kept"] for request in requests),
         )
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:

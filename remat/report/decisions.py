@@ -17,7 +17,7 @@ import numpy as np
 from remat.costing.profile import Profile
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import CHUNKED_ROWS, Graph
-from remat.evaluation.plan import Offload, Region
+from remat.evaluation.plan import Offload, Region, saved_nodes
 from remat.report.changes import Change, Changes, leaf_regions
 
 Decision = Literal["kept", "saved", "recomputed", "offloaded", "in slices", "fused", "nothing to keep"]
@@ -122,7 +122,7 @@ def _leaves(profile: Profile, regions: Sequence[Region], offloads: Sequence[Offl
     again = (curve.region >= 0) & curve.executed
     again_us = np.bincount(graph.op_node[curve.op[again]], op_us[curve.op[again]], minlength=count)
     called_again = _called_again(memory, regions, np.unique(graph.op_node[curve.op[again]]))
-    saved = {node for region in leaf_regions(regions) for node in region.saved}
+    saved = {node for region in leaf_regions(regions) for node in saved_nodes(graph, region)}
     return [
         Leaf(
             index=i,
@@ -159,7 +159,8 @@ def _called_again(memory: Memory, regions: Sequence[Region], run_again: np.ndarr
     found = set(run_again.tolist())
     for region in leaf_regions(regions):
         count = memory.recomputed_nodes((region,))
-        found |= set([node for node in range(region.first, region.end) if node not in region.saved][:count])
+        saved = saved_nodes(memory.graph, region)
+        found |= set([node for node in range(region.first, region.end) if node not in saved][:count])
     return found
 
 
@@ -184,7 +185,7 @@ def _changes(
     wanted = [
         leaf
         for leaf in inside
-        if leaf.decision == "saved"
+        if (leaf.decision == "saved" and not changes.graph.nodes[leaf.index].decides)
         or (leaf.decision == "recomputed" and not leaf.host_bytes and leaf.index in changes.saveable)
     ]
     for leaf in sorted(wanted, key=lambda leaf: (-leaf.plain_bytes, leaf.index))[:most]:

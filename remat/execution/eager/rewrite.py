@@ -7,7 +7,8 @@ Rule 2  A random node that is recomputed gets the generator state that it had in
         back afterwards: the device's, or one that the model keeps. So the stream of random numbers is the untouched
         one, whatever is saved around it.
 Rule 3  The output of a saved node is kept, below autograd: when the region is recomputed its operators are not run,
-        but autograd still sees them, and saves what they save. (`saving.py`)
+        but autograd still sees them, and saves what they save. (`saving.py`) If another node changes it in place, a
+        copy is kept.
 Rule 4  What changes module state (running statistics, counters) changes it in forward only.
 Rule 5  An inner region records and replays in the recomputation of the outer one; in forward it only drops.
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -31,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from remat._torch.training import fakes_are_on, keeps_graph
-from remat.capture.anchors import module_path
+from remat.capture.anchors import changed, module_path
 from remat.capture.nodes import as_function, bracket_of, called, captured_nodes, may_draw, replace_target, with_name
 from remat.chunking.chunk import CHUNKED
 from remat.chunking.chunked_loss import ChunkedLoss
@@ -47,7 +49,13 @@ from remat.host.weights import HostWeights
 _RUNNING = ("running_mean", "running_var")
 _MOST_RECIPES = 16  # calls of one node, in all sizes that it is given
 
-Recipes = dict[tuple[Any, ...] | None, Recipe]  # of one saved node, by signature
+
+class Recipes(dict[tuple[Any, ...] | None, Recipe]):
+    """The recipes of one saved node, by signature; `copies`: keep copies of its results."""
+
+    def __init__(self, *, copies: bool):
+        super().__init__()
+        self.copies = copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +98,7 @@ class RewriteOptions:
 
     counts             where regions and recomputations are counted
     observe            count every recomputed node, at the price of a Python call for each
-    recompute_context  context of recomputations
+    recompute_context  context of recomputations, and of copies for them
     offloader          brings storages to the host and back, if the plan has offloads
     weights            weights of the model that are on the host, if there are any
     watch              hooks of a first step around regions
@@ -251,13 +259,16 @@ class RegionTape:
                 tape.fetch()
 
     def _watched(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any, recipes: Recipes) -> Any:
-        signature = signature_of(args, kwargs)
+        signature = None if recipes.copies else signature_of(args, kwargs)
         if (recipe := recipes.get(signature)) is not None:
             value = function(*args, **kwargs)
             self._saved[key] = recipe.tape(value)
             return value
         with Save() as save:
             value = function(*args, **kwargs)
+        if recipes.copies:
+            with self.options.recompute_context():  # the untouched step has no such operators
+                save.tape.keep_copies()
         self._saved[key] = save.tape
         if save.drawn:
             self._drawn_on = None
@@ -412,13 +423,16 @@ def _random(function: Callable[..., Any], key: int) -> Callable[..., Any]:
     return call
 
 
-def _saved(function: Callable[..., Any], key: int) -> Callable[..., Any]:
-    recipes: Recipes = {}
+def _saved(function: Callable[..., Any], key: int, *, copies: bool = False) -> Callable[..., Any]:
+    recipes = Recipes(copies=copies)
 
     def call(tape: RegionTape, *args: Any, **kwargs: Any) -> Any:
         return tape.saved(key, function, args, kwargs, recipes)
 
     return call
+
+
+_saved_copy = with_name(functools.partial(_saved, copies=True), "_saved_copy")
 
 
 def _once(function: Callable[..., Any], key: int) -> Callable[..., Any]:
@@ -554,6 +568,7 @@ class _Rewriter:
         self._source, self._offloads = source, offloads
         self._nodes = captured_nodes(source)
         self._ordinal = {node: i for i, node in enumerate(self._nodes)}
+        self._changed = changed(source)
         self._options = options
 
     def top(self, regions: Sequence[CallRegion]) -> fx.GraphModule:
@@ -674,7 +689,7 @@ class _Rewriter:
         if ordinal in region.once:
             wrapper: Callable[..., Any] = _batch_norm if called(node) == "batch_norm" else _once
         elif ordinal in region.saved:
-            wrapper = _saved
+            wrapper = _saved_copy if ordinal in self._changed else _saved
         elif ordinal in region.random or may_draw(node):
             wrapper = _random
         elif self._options.observe:

@@ -77,6 +77,11 @@ class _Kept:
         """Whether it was written to since."""
         return self.tensor._version != self.version
 
+    def copy(self) -> None:
+        """Keep a copy in place of the tensor."""
+        self._tensor = self.tensor.clone()
+        self.version = self._tensor._version
+
     def send(self, pack: Callable[[torch.Tensor], Away]) -> None:
         """Move the tensor to where `pack` puts it, until it is asked for."""
         self._away, self._tensor = pack(self.tensor), None
@@ -93,9 +98,10 @@ class Tape:
     results  (operator, its result with a `_Kept` or an `_Argument` in place of every tensor)
     kept     every `_Kept` in them
     writes   whether an operator wrote to something
+    copied   whether the kept tensors are copies, since another node writes to the results
     """
 
-    __slots__ = ("kept", "results", "writes")
+    __slots__ = ("copied", "kept", "results", "writes")
 
     def send(self, storage: int, pack: Callable[[torch.Tensor], Away]) -> None:
         """Send kept tensors in `storage` to where `pack` puts them."""
@@ -108,6 +114,13 @@ class Tape:
         self.results: list[tuple[Any, Any]] = []
         self.kept: list[_Kept] = []
         self.writes = False
+        self.copied = False
+
+    def keep_copies(self) -> None:
+        """Keep copies of the results, which another node is about to write to."""
+        self.copied = True
+        for kept in self.kept:
+            kept.copy()
 
     def fetch(self) -> None:
         """Begin to bring back the sent tensors."""
@@ -319,7 +332,7 @@ class Replay(LeanMode):
 
     def __init__(self, tape: Tape, *, again: bool):
         tape.require_unchanged()
-        self._again = again
+        self._again, self._copied = again, tape.copied
         # Storages of kept tensors; only writes look them up.
         self._final = {storage_of(kept.tensor) for kept in tape.kept} if tape.writes else set()
         self._results = tape.results[::-1]  # a result that is handed out is let go
@@ -353,7 +366,9 @@ class Replay(LeanMode):
         return value
 
     def _given_back(self, kept: _Kept) -> torch.Tensor:
-        return _apart(kept.tensor) if self._again else kept.tensor
+        if not self._again:
+            return kept.tensor
+        return kept.tensor.clone() if self._copied else _apart(kept.tensor)
 
     def _decoded(self, value: Any, given: list[torch.Tensor]) -> Any:
         """Decode a value of `_encoded` with the tensors of this recomputation."""

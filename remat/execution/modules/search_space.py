@@ -10,7 +10,8 @@ Rule 2  It holds nothing that must happen once, except the running statistics of
 Rule 3  Modules lie inside one another (layer, attention, activation): each may be a region, no two of them that do.
         Several layers in a row are no region: they are not called as one.
 Rule 4  It keeps nothing of its own from forward to forward: run again, it would start from what it has left.
-Rule 5  A region saves nothing. What it may do in place of that is be a smaller module.
+Rule 5  A region saves nothing. So none holds a node that decides (`Node.decides`): the experts of a token are chosen
+        outside of regions. What it may do in place of that is be a smaller module.
 """
 
 from __future__ import annotations
@@ -76,7 +77,10 @@ def _may_run_again(graph: Graph, path: str, members: list[int]) -> bool:
         return False
     nodes = [graph.nodes[i] for i in members]
     norms = {node.module for node in nodes if node.effect == "batch_norm"}
-    return not any(node.effect == "other" or (node.effect == "counter" and node.module not in norms) for node in nodes)
+    return not any(
+        node.decides or node.effect == "other" or (node.effect == "counter" and node.module not in norms)
+        for node in nodes
+    )
 
 
 def _cuts(graph: Graph, modules: tuple[Module, ...]) -> list[int]:
