@@ -574,6 +574,13 @@ def test_digests_are_equal_where_all_bits_are(name: str) -> None:
         assert not digest_of(tensor).is_equal(digest_of(other))
 
 
+def test_digests_are_the_same_whatever_device_is_the_default() -> None:
+    tensor = torch.randn(61, 53)  # of sizes that no other test has: their numbers are kept
+    with torch.device("meta"):
+        found = digest_of(tensor, signed=True)
+    assert found.is_equal(digest_of(tensor, signed=True))
+
+
 @pytest.mark.parametrize("size", [2, 64, LONGEST // 2])
 def test_digests_of_permutations_are_others(size: int) -> None:
     """Their plain sums along each dimension are the same."""
