@@ -16,6 +16,7 @@ import remat
 from remat.errors import CaptureError, Infeasible
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
+from remat.recording.remedies import describe
 from remat.workload.workload import Workload
 from tests.toys import CPU, pairs_of_segments, plan_for
 
@@ -102,6 +103,13 @@ def test_a_forward_that_no_plan_is_for_is_refused_with_the_remedy(run: Any, reme
     workload = Workload("forward", lambda: Forward(run), rows, squared, batch_size=4)
     with pytest.raises(CaptureError, match=remedy):
         record(FakeStep(workload, device=CPU))
+
+
+def test_streams_within_a_forward_are_refused_with_the_remedy() -> None:
+    said = describe(AssertionError("User object is no longer alive"), " at model.py:3")
+    assert said.endswith(
+        "at model.py:3. A forward that enters CUDA streams cannot be planned: run it on the current stream"
+    )
 
 
 def rows(samples: int, _: int | None = None) -> torch.Tensor:

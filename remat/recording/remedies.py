@@ -22,6 +22,7 @@ _SIZES = (
     "mask or choose with torch.where"
 )
 _NESTED = ". Nested tensors are not supported: pad to one length"
+_STREAMS = ". A forward that enters CUDA streams cannot be planned: run it on the current stream"
 _SPARSE = ". Tensors of a sparse layout are not supported: give dense ones"
 
 
@@ -49,6 +50,8 @@ def _remedy(error: BaseException, said: str) -> str:
         return _SIZES
     if "SparseTensorImpl" in said:
         return _SPARSE
+    if said.startswith("AssertionError: User object is no longer alive"):  # Dynamo's, which knows streams by number
+        return _STREAMS
     files = [PurePath(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)]
     if "nested_tensor" in said or "NestedInt" in said or any("nested" in file for file in files):
         return _NESTED
