@@ -471,3 +471,31 @@ def test_a_forward_of_which_nothing_is_captured_is_told_of_once(model: Callable[
             compiled(torch.ones(8)).sum().backward()
         told += [each.filename for each in caught if "Dynamo captured no graph" in str(each.message)]
     assert told == [__file__] * is_told
+
+
+class PartlySkipped(nn.Module):
+    """Dynamo skips the forward of its first part, and captures what follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skipped, self.head = Skipped(), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.skipped(x))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("outside", "is_told"), [pytest.param(0, True, id="unseen"), pytest.param(1024, False, id="set-aside")]
+)
+def test_parts_that_are_not_captured_are_told_of_by_name_unless_bytes_are_set_aside(
+    outside: int, is_told: bool
+) -> None:
+    compiled, told = remat.compile(PartlySkipped(), budget="1MiB", outside=outside), list[str]()
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            compiled(torch.ones(8)).sum().backward()
+        told += [str(each.message) for each in caught if "run uncompiled" in str(each.message)]
+    assert len(told) == is_told
+    assert all("skipped.layers.0.bias" in each and "head" not in each for each in told)

@@ -75,11 +75,14 @@ class Language(nn.Module):
         self.embed, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
         self.layers = nn.ModuleList([Block(WIDTH, 0.1) for _ in range(2)])
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
+    def hidden(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
-        logits: Tensor = self.head(x)
+        return x
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.hidden(ids))
         return logits
 
 
@@ -92,13 +95,27 @@ def loss_outside(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["ids"]).view(-1, CLASSES), batch["labels"].view(-1))
 
 
+def losses_of_one_head(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Two losses, whose logits are of one head and of other rows."""
+    x, labels = model.hidden(batch["ids"]), batch["labels"].view(-1)
+    one, other = (model.head(rows).view(-1, CLASSES) for rows in (x, x.roll(1, dims=1)))
+    return F.cross_entropy(one, labels) + F.cross_entropy(other, labels)
+
+
+def loss_after_sampling(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """A loss of ids that the model chose itself, as in scheduled sampling."""
+    with torch.no_grad():
+        ids = model.head(model.hidden(batch["ids"])).argmax(-1)
+    return F.cross_entropy(model.head(model.hidden(ids)).view(-1, CLASSES), batch["labels"].view(-1))
+
+
 OUTSIDE = Workload("outside", Language, ids_and_labels, loss_outside, batch_size=SAMPLES, seq_len=LENGTH)
 
 
 @functools.cache
-def in_slices() -> Plan:
+def in_slices(step: Callable[[Any, Any], Tensor] = loss_outside) -> Plan:
     """With twice the budget, so that there is room to verify it."""
-    place, workload = find_planning_device("cpu"), OUTSIDE.with_planned_step()
+    place, workload = find_planning_device("cpu"), dataclasses.replace(OUTSIDE, step=step).with_planned_step()
     fake = fake_step(workload, place)
     profile = profile_step(fake, place)
     memory = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
@@ -510,6 +527,18 @@ def test_without_room_for_logits_the_forward_ends_in_front_of_them(
         step(*planned(OUTSIDE, "slices"), OUTSIDE)
 
 
+@pytest.mark.parametrize("loss", [losses_of_one_head, loss_after_sampling])
+def test_without_room_a_head_that_runs_twice_is_compared_where_its_losses_are(
+    loss: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FirstStep, "_has_room", lambda self: False)
+    torch.manual_seed(0)
+    step(Language().train(), remat.planned_step(loss, in_slices(loss)), OUTSIDE)
+    SPOILT["rows-of-another"].spoil(monkeypatch)
+    with pytest.raises(FirstStepMismatch, match="head of the loss"):
+        step(Language().train(), remat.planned_step(loss, in_slices(loss)), OUTSIDE)
+
+
 def test_without_any_room_it_says_so_and_compares_what_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FirstStep, "_has_room", lambda self: False)
     model, run = planned(TRANSFORMER, "every-block")
@@ -543,6 +572,13 @@ def test_digests_are_equal_where_all_bits_are(name: str) -> None:
         flat = other.view(-1)
         flat[i] = ~flat[i] if name == "bool" else flat[i] + 1
         assert not digest_of(tensor).is_equal(digest_of(other))
+
+
+def test_digests_are_the_same_whatever_device_is_the_default() -> None:
+    tensor = torch.randn(61, 53)  # of sizes that no other test has: their numbers are kept
+    with torch.device("meta"):
+        found = digest_of(tensor, signed=True)
+    assert found.is_equal(digest_of(tensor, signed=True))
 
 
 @pytest.mark.parametrize("size", [2, 64, LONGEST // 2])

@@ -1,9 +1,12 @@
-"""Steps that change their model between forwards: evaluation mode for one of them, parameters frozen for another."""
+"""Steps that change their model between forwards: evaluation mode for one of them, parameters frozen for another.
+
+One runs the layers of its model once the model's forward has returned.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -66,6 +69,23 @@ def never_trained_step(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(batch[0]).square().mean()
 
 
+class Yielding(nn.Module):
+    """Its forward returns at once; its layers run as the step asks for their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(mlp() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+            yield x
+
+
+def yielded_step(model: nn.Module, batch: Any) -> torch.Tensor:
+    return torch.stack([x.square().mean() for x in model(batch[0])]).sum()
+
+
 def batch(samples: int, _: int | None) -> Any:
     return torch.randn(samples, WIDTH), torch.randn(samples, WIDTH)
 
@@ -75,6 +95,7 @@ STEPS = {
     for step, build in (
         (critic_frozen_step, Adversaries),
         (evaluated_step, mlp),
+        (yielded_step, Yielding),
     )
 }
 

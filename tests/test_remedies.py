@@ -16,6 +16,7 @@ import remat
 from remat.errors import CaptureError, Infeasible
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
+from remat.recording.remedies import describe
 from remat.workload.workload import Workload
 from tests.toys import CPU, pairs_of_segments, plan_for
 
@@ -67,6 +68,127 @@ def test_a_step_that_torch_cannot_run_is_refused_with_the_remedy(
     workload = Workload("step", build, lambda samples, _: torch.randn(samples, *shape), step, batch_size=4)
     with pytest.raises(CaptureError, match=remedy):
         record(FakeStep(workload, device=CPU))
+
+
+class Forward(nn.Module):
+    """A model whose forward is a function of its layers and its input."""
+
+    def __init__(self, run: Callable[[nn.Module, Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers, self.run = mlp(), run
+
+    def forward(self, x: Any) -> torch.Tensor:
+        return self.run(self.layers, x)
+
+
+def chosen_rows(layers: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = layers(x[x.sum(-1) > 0])
+    return found
+
+
+def ragged(layers: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    rows: torch.Tensor = layers(torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged))
+    return rows.to_padded_tensor(0.0)
+
+
+@pytest.mark.parametrize(
+    ("run", "remedy"),
+    [
+        pytest.param(chosen_rows, r"nonzero\.default at .*test_remedies\.py:\d+\. The size.*torch\.where", id="rows"),
+        pytest.param(ragged, "Nested tensors are not supported: pad", id="nested"),
+        pytest.param(tangents, r"torch\.func.*create_graph=True", id="jvp"),
+    ],
+)
+def test_a_forward_that_no_plan_is_for_is_refused_with_the_remedy(run: Any, remedy: str) -> None:
+    workload = Workload("forward", lambda: Forward(run), rows, squared, batch_size=4)
+    with pytest.raises(CaptureError, match=remedy):
+        record(FakeStep(workload, device=CPU))
+
+
+def test_streams_within_a_forward_are_refused_with_the_remedy() -> None:
+    said = describe(AssertionError("User object is no longer alive"), " at model.py:3")
+    assert said.endswith(
+        "at model.py:3. A forward that enters CUDA streams cannot be planned: run it on the current stream"
+    )
+
+
+def rows(samples: int, _: int | None = None) -> torch.Tensor:
+    return torch.randn(samples, WIDTH)
+
+
+def squared(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().mean()
+    return loss
+
+
+def printed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss = squared(model, x)
+    print(f"{loss:.3f}")
+    return loss
+
+
+def test_a_step_that_writes_a_value_as_text_is_refused_with_the_reason() -> None:
+    with pytest.raises(CaptureError, match=r"__format__ at .*reads a value of a tensor, and no tensor has data"):
+        record(FakeStep(Workload("printed", mlp, rows, printed, batch_size=4), device=CPU))
+
+
+def loaded(samples: int, _: int | None) -> torch.Tensor:
+    dataset = torch.utils.data.TensorDataset(torch.randn(64, WIDTH))
+    loader = torch.utils.data.DataLoader(dataset, batch_size=samples, shuffle=True)
+    batch: torch.Tensor = next(iter(loader))[0]
+    return batch
+
+
+def missing(samples: int, _: int | None) -> torch.Tensor:
+    raise FileNotFoundError("no rows.pt here")
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        pytest.param(loaded, r"reads a value of a tensor.*make it with torch\.zeros or torch\.randint", id="shuffled"),
+        pytest.param(missing, r"FileNotFoundError: no rows\.pt here at .*test_remedies\.py:\d+", id="own-error"),
+        pytest.param(
+            lambda samples, _: torch.nested.nested_tensor([*rows(samples).split([1, 3])], layout=torch.jagged),
+            "Nested tensors are not supported: pad",
+            id="nested",
+        ),
+        pytest.param(lambda samples, _: rows(samples).to_sparse(), "sparse layout are not supported", id="sparse"),
+    ],
+)
+def test_a_batch_that_cannot_be_made_while_planning_is_refused_by_name(batch: Any, said: str) -> None:
+    with pytest.raises(CaptureError, match=f"^`batch` of 'batch' fails on fake tensors: .*{said}"):
+        FakeStep(Workload("batch", mlp, batch, squared, batch_size=4), device=CPU)
+
+
+class Scaled(nn.Sequential):
+    """Its layers are as many as a tensor has values, and two are orthogonal, which torch makes sure of."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(mlp(), nn.Dropout(rate)) for rate in torch.linspace(0.0, 0.2, 3).tolist()))
+        self.last = nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH))
+
+
+def test_a_model_whose_build_reads_values_is_planned_as_if_it_did_not() -> None:
+    workload = Workload("scaled", Scaled, rows, squared, batch_size=64)
+    trained = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = Scaled()
+        if planned:
+            remat.apply(model, plan_for(workload, pairs_of_segments))
+        loss = squared(model, rows(64))
+        loss.backward()
+        trained.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert all(map(torch.equal, *trained))
+
+
+def test_an_error_of_build_itself_is_told_as_it_is() -> None:
+    def build() -> nn.Module:
+        raise ValueError("no such width")
+
+    with pytest.raises(CaptureError, match="cannot be built on the meta device: no such width"):
+        FakeStep(Workload("none", build, rows, squared, batch_size=4), device=CPU)
 
 
 def accumulating(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

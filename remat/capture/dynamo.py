@@ -53,7 +53,7 @@ from remat.capture.elsewhere import Elsewhere
 from remat.capture.grouped_products import grouped_products
 from remat.capture.higher_order_ops import open_nodes
 from remat.capture.kernels_on_fakes import kernels_on_fakes
-from remat.capture.model_state import ModelState, SharedState
+from remat.capture.model_state import ModelState, SharedState, generators_kept
 from remat.capture.opaque_functions import opaque
 from remat.capture.open_numbers import open_numbers
 from remat.errors import CaptureError, RematError
@@ -417,14 +417,20 @@ def fake_model(
 
     Return the model, and the state that it and a `step` that calls it share with the rest of the program.
 
-    Tied parameters stay tied. A model that has data is copied: it may be the caller's own. Raises `CaptureError` if
-    the model cannot be built without data.
+    Tied parameters stay tied. A model that has data is copied: it may be the caller's own. A `build` that reads values
+    of its tensors, as `torch.linspace(0, 0.1, depth).tolist()`, makes its model in host memory. Raises `CaptureError`
+    if the model cannot be built.
     """
     try:
-        with torch.device("meta"):
-            model = build()
+        model = _built(build, "meta")
     except Exception as error:
-        raise CaptureError(f"the model cannot be built on the meta device: {_first_line(error)}") from error
+        if not _reads_data(error):
+            raise CaptureError(f"the model cannot be built on the meta device: {_first_line(error)}") from error
+        try:
+            with generators_kept():
+                model = _built(build, "cpu")
+        except Exception as error:
+            raise CaptureError(f"the model cannot be built: {_first_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise CaptureError(f"`build` returned {type(model).__name__}, not a torch.nn.Module.")
     fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original is kept: its id must stay its own
@@ -439,6 +445,19 @@ def fake_model(
     if any(parameter.device.type != "meta" for parameter in model.parameters()):
         model = _copied(model, fake)
     return model.train(), SharedState(model, fake, step)
+
+
+def _built(build: Callable[[], nn.Module], device: str) -> nn.Module:
+    with torch.device(device):
+        return build()
+
+
+def _reads_data(error: BaseException | None) -> bool:
+    """Return whether an error, or what caused it, is of a tensor on the meta device whose data is asked for."""
+    said = str(error).lower()
+    if "meta" in said or "tensor.__format__" in said:
+        return True
+    return error is not None and _reads_data(error.__cause__)
 
 
 def _copied(model: nn.Module, fake: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:

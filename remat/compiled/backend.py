@@ -80,7 +80,7 @@ def compile(
     given = of_inductor | {name: getattr(asked, name) for name in NAMES} | {"step": CompiledStep()}
     name_losses(model)
     compiled: nn.Module = torch.compile(model, backend=remat, options=given, **options)  # type: ignore[assignment]
-    given["step"].warn_where_none_of(compiled)
+    given["step"].warn_where_none_of(compiled, model, is_set_aside=asked.outside_bytes > 0)
     return compiled
 
 
@@ -197,7 +197,7 @@ def _outside(asked: Asked, example_inputs: Sequence[Any], step: CompiledStep) ->
 
     around = ddp_around()  # has a copy of all gradients in its buckets
     buckets = 0 if around is None else sum(each.nbytes for each in around.parameters() if each.requires_grad)
-    step.parameters.update((each, None) for each in example_inputs if isinstance(each, nn.Parameter))
+    step.note_parameters(example_inputs)
     known = list(step.parameters)  # those that graphs before it were given among them
     if (model := around if asked.model is None else asked.model) is not None:
         known = [*model.parameters(), *model.buffers()]

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from remat._torch.dynamo import compilation
@@ -31,11 +30,19 @@ from remat._torch.symbols import hinted
 from remat._torch.training import saved_tensors_are_hooked
 from remat.compiled.asked import Asked
 from remat.errors import PlanMismatch, UsageError
-from remat.units import gib
+from remat.units import first_few, gib
+from remat.workload.held_outputs import output_tensors, parameters_reached
 
 if TYPE_CHECKING:
     from remat.compiled.outside import Outside
     from remat.compiled.partitioner import Cut
+
+
+_SKIPPED = (
+    "A graph break inside a loop makes Dynamo skip the whole function: compile with `fullgraph=True` to see the place, "
+    "or compile the blocks of the loop one by one, with `uses=`"
+)
+_NO_GRAPH = f"Dynamo captured no graph of this forward, so the step runs uncompiled and no budget is kept. {_SKIPPED}."
 
 
 class _Run:
@@ -52,11 +59,13 @@ class CompiledStep:
     cuts  how each was cut, by its key: its frame, and its place among the graphs of one compilation
     runs  those that are alive
     parameters  that its graphs are given
+    looks  whether its first forward is looked at, for parts that no graph has
     """
 
     cuts: dict[Any, Any] = dataclasses.field(default_factory=dict)
     runs: weakref.WeakSet[_Run] = dataclasses.field(default_factory=weakref.WeakSet)
     parameters: WeakIdKeyDictionary = dataclasses.field(default_factory=WeakIdKeyDictionary, compare=False)
+    looks: bool = dataclasses.field(default=False, compare=False)
     _last: Any = None
     _place: int = 0
 
@@ -78,22 +87,41 @@ class CompiledStep:
         yield key
         self._last, self._place = last, place + 1
 
-    def warn_where_none_of(self, compiled: nn.Module) -> None:
-        """Warn after the first training forward of a compiled model if Dynamo captured no graph of it."""
+    def warn_where_none_of(self, compiled: nn.Module, model: nn.Module, *, is_set_aside: bool) -> None:
+        """Warn after the first training forward of a compiled `model` if Dynamo captured no graph of it, or of parts.
+
+        is_set_aside  whether the user knows of parts that run uncompiled, and has set bytes aside for them
+        """
 
         def look(module: nn.Module, inputs: Any, results: Any) -> None:
-            if not (module.training and any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(results))):
+            learning = [tensor for _, tensor in output_tensors(results) if tensor.requires_grad]
+            if not (module.training and learning):
                 return
             looking.remove()
-            if self._last is None:
-                warnings.warn(
-                    "Dynamo captured no graph of this forward, so the step runs uncompiled and no budget is kept. A "
-                    "graph break inside a loop makes Dynamo skip the whole function: compile with `fullgraph=True` "
-                    "to see the place, or compile the blocks of the loop one by one, with `uses=`.",
-                    stacklevel=6,  # the line that calls the model
-                )
+            self.looks = False
+            told = "" if self._last is not None else _NO_GRAPH
+            if not told and not is_set_aside:
+                told = self._told_of_parts(model, parameters_reached(model, learning))
+            if told:
+                warnings.warn(told, stacklevel=6)  # the line that calls the model
 
-        looking = compiled.register_forward_hook(look)
+        looking, self.looks = compiled.register_forward_hook(look), True
+
+    def note_parameters(self, inputs: Iterable[Any]) -> None:
+        self.parameters.update((each, None) for each in inputs if isinstance(each, nn.Parameter))
+
+    def _told_of_parts(self, model: nn.Module, reached: Iterable[str]) -> str:
+        """Say which of the parameters that a backward reaches no graph was given; nothing where all were."""
+        compiled = {id(parameter) for parameter in self.parameters}
+        named = dict(model.named_parameters())
+        outside = sorted(name for name in reached if id(named[name]) not in compiled)
+        if not outside:
+            return ""
+        return (
+            f"Dynamo left parts of this forward out of its graphs, with {first_few(outside)}. They run uncompiled: "
+            f"what they save for backward is in no plan, and may exceed the budget. {_SKIPPED}. Or set bytes aside "
+            "with `outside=`."
+        )
 
     @property
     def kept_bytes(self) -> int:
@@ -121,6 +149,8 @@ class Promise:
         return run if cut is None else functools.partial(self._run, run, cut)
 
     def _run(self, run: Callable[..., Any], cut: Cut, *inputs: Any) -> Any:
+        if self.step.looks:
+            self.step.note_parameters(inputs)
         if self.opened:
             self._compare_sizes(cut, inputs)
         if not torch.is_grad_enabled() or saved_tensors_are_hooked():

@@ -146,7 +146,7 @@ def _placed_sum(words: Tensor) -> Tensor:
 
 @functools.cache
 def _odd_numbers(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    drawn = torch.randint(1 << 30, (count,), generator=torch.Generator().manual_seed(count))
+    drawn = torch.randint(1 << 30, (count,), generator=torch.Generator("cpu").manual_seed(count), device="cpu")
     return (2 * drawn + 1).to(dtype).to(device)
 
 
@@ -155,6 +155,7 @@ def _with_signs(tensor: Tensor) -> Tensor:
     if tensor.numel() == 1:
         return tensor.reshape(1).cpu()
     rows = tensor.reshape(-1, tensor.shape[-1])
-    drawn = torch.rand(rows.shape[0], generator=torch.Generator().manual_seed(rows.shape[0])) < 0.5
+    generator = torch.Generator("cpu").manual_seed(rows.shape[0])
+    drawn = torch.rand(rows.shape[0], generator=generator, device="cpu") < 0.5
     signs = torch.where(drawn, 1.0, -1.0).to(tensor.device, tensor.dtype)
     return torch.mv(rows.t(), signs).cpu()

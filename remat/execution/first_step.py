@@ -47,7 +47,7 @@ from remat.execution.eager.rewrite import RegionWatch
 from remat.execution.recomputed import REMEDY, Recomputed
 from remat.host.weights import weights_on_host
 from remat.units import first_few, gib
-from remat.workload.held_outputs import output_tensors
+from remat.workload.held_outputs import output_tensors, parameters_reached
 
 NEAR = {False: 1e-3, True: 0.1}  # of a norm, by whether the step rounds to 16 bits: distances that rounding explains
 NOISE = 4.0
@@ -187,7 +187,7 @@ class FirstStep:
         return state_bytes + LOCALS * needed_bytes <= max(self._plan.budget_bytes, self._plan.predicted["peak_bytes"])
 
     def _linear_heads(self) -> list[nn.Module]:
-        """List the modules that compute the logits of chunked losses."""
+        """List the modules that compute the logits of chunked losses, each as often as it does so."""
         modules = dict(self._model.named_modules())
         found = [modules.get(chunk.module) for chunk in self._form.chunks]
         return [module for module in found if isinstance(module, nn.Linear)]
@@ -204,14 +204,17 @@ def _untouched(
 ) -> _Seen:
     """Run `forward`, digest its results, and restore the model to its state `before`."""
     rows: list[Digest] = []
+    learns = under is not torch.no_grad
 
     def note(head: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() != learns:
+            return  # logits that no loss learns from, such as those that the next inputs are drawn from
         rows.append(_of_rows(args[0]))
         if ends and len(rows) == len(heads):
             raise _HeadReached
 
     arguments, parameters = _Given(given), WrittenParameters(model)
-    handles = [head.register_forward_pre_hook(note) for head in heads]
+    handles = [head.register_forward_pre_hook(note) for head in set(heads)]
     try:
         with without_cache(model), under(), parameters:
             args, kwargs = arguments.copied()
@@ -289,23 +292,7 @@ def _seen(model: nn.Module, outputs: Any, heads: Sequence[Digest], *, reached: b
     named = [(name, tensor) for name, tensor in output_tensors(outputs) if tensor.is_floating_point()]
     values = {name: digest_of(tensor, signed=True) for name, tensor in named}
     values |= {f"buffer {name}": digest_of(buffer, signed=True) for name, buffer in model.named_buffers()}
-    return _Seen(values, list(heads), _reached(model, [tensor for _, tensor in named]) if reached else None)
-
-
-def _reached(model: nn.Module, outputs: Sequence[Tensor]) -> frozenset[str]:
-    """Return the names of the parameters that a backward from `outputs` reaches."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    known, found = set(waiting), set()
-    while waiting:
-        node = waiting.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) in names:
-            found.add(names[id(leaf)])
-        new = {each for each, _ in node.next_functions if each is not None and each not in known}
-        known |= new
-        waiting += new
-    return frozenset(found)
+    return _Seen(values, list(heads), parameters_reached(model, [tensor for _, tensor in named]) if reached else None)
 
 
 def _of_rows(rows: Tensor) -> Digest:

@@ -120,6 +120,10 @@ class StepForwards:
     def are_single_graphs(self) -> bool:
         return all(forward.calls == 1 for forward in self.planned)
 
+    def are_at(self, path: str) -> bool:
+        """Return whether the step calls the module at `path`."""
+        return any(forward.module == path for forward in self.planned)
+
     def now(self, path: str) -> Now:
         """Return the planned forward for a call of the module at `path`. Raises PlanMismatch if there is none."""
         if self._pass.is_over(len(self.planned)):

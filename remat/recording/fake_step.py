@@ -6,9 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,7 +48,7 @@ from remat.recording.deferred import Deferred, reaches_parameters, states_counte
 from remat.recording.kept_here import KeptHere
 from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
-from remat.recording.remedies import describe
+from remat.recording.remedies import describe, line_of
 from remat.recording.repeated_step import RepeatedStep
 from remat.recording.sequences import sequences_of_known_lengths
 from remat.recording.sources import Sources
@@ -176,7 +174,7 @@ class FakeStep:
         self.known = KnownValues()
         self.model, self.shared = fake_model(workload.build, self.mode, device, workload.step)
         with self.mode, torch.device(device), self.known.of_batch(), (seen := OnesSeen()):
-            self.batch = workload.batch(workload.batch_size, workload.seq_len)
+            self.batch = self._made_batch()
         self.execute_call: Any = execute_plainly
         self._beside_bytes = 0  # held by an optimizer while it repeats the step, beside its state
         self._begun: tuple[ParametersSeen, torch.Tensor] | None = None  # a forward that no backward has followed yet
@@ -463,6 +461,18 @@ class FakeStep:
         ):
             yield
 
+    def _made_batch(self) -> Any:
+        try:
+            return self.workload.batch(self.workload.batch_size, self.workload.seq_len)
+        except RematError:
+            raise
+        except Exception as error:
+            reads = isinstance(error, DataDependentOutputException)  # as a DataLoader does that shuffles
+            raise CaptureError(
+                f"`batch` of {self.workload.name!r} fails on fake tensors: {describe(error, line_of(error))}."
+                + " Its shapes and dtypes are all that counts: make it with torch.zeros or torch.randint." * reads
+            ) from error
+
     def forward(self) -> torch.Tensor:
         """Return the loss of one forward. Raises CaptureError if `step` fails or returns something else."""
         self.calls.begin()
@@ -481,12 +491,12 @@ class FakeStep:
         except DataDependentOutputException as error:
             raise CaptureError(
                 f"the step of {self.workload.name!r} reads a number off a tensor (`item()`, `float()`, `if tensor`)"
-                f"{_line_of(error)}, and no tensor has data while planning. Compute it without, or turn it "
+                f"{line_of(error)}, and no tensor has data while planning. Compute it without, or turn it "
                 "off (a layer drop: `layerdrop=0`)."
             ) from error
         except Exception as error:
             raise CaptureError(
-                f"the step of {self.workload.name!r} fails on fake tensors: {describe(error).rstrip('.')}."
+                f"the step of {self.workload.name!r} fails on fake tensors: {describe(error, line_of(error))}."
             ) from error
         self._note_calls()
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -713,13 +723,6 @@ class FakeStep:
         for name, p in self.model.named_parameters():
             size, sizes = tracker.bytes_of(p), tuple(map(tracker.bytes_of, self.optimizer.state_of(p)))
             yield Parameter(name, size, size if p.requires_grad else 0, sum(sizes), state_tensors=sizes)
-
-
-def _line_of(error: BaseException) -> str:
-    """Return the last line of the traceback outside torch and this package, as ` at file:line`."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(("<", *ours))]
-    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def autocast_context(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:

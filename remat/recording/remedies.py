@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import traceback
-from pathlib import PurePath
+from pathlib import Path, PurePath
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 _TRANSFORMS = (
     ". It uses transforms of torch.func (grad, vjp, jvp, vmap, jacrev, hessian), which no checkpoint of torch works "
@@ -13,18 +16,44 @@ _ATTENTION = (
     ", with or without a plan. Run the model under "
     "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), whose attention has second derivatives"
 )
+_DATA = ". It reads a value of a tensor, and no tensor has data while planning: make the value without one"
+_SIZES = (
+    ". The size of its result depends on data, and a plan is for sizes that do not: keep all rows, and multiply by a "
+    "mask or choose with torch.where"
+)
+_NESTED = ". Nested tensors are not supported: pad to one length"
+_STREAMS = ". A forward that enters CUDA streams cannot be planned: run it on the current stream"
+_SPARSE = ". Tensors of a sparse layout are not supported: give dense ones"
 
 
-def describe(error: BaseException) -> str:
-    """Describe an error: its kind, the first line of its message, and a remedy if one is known."""
+def describe(error: BaseException, where: str = "") -> str:
+    """Describe an error: its kind, the first line of its message, `where` it is, and a remedy if one is known."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     remedy = _remedy(error, said)
-    return f"{said.rstrip('.')}{remedy}" if remedy else said
+    return f"{said.rstrip('.')}{where}{remedy}" if where or remedy else said
+
+
+def line_of(error: BaseException) -> str:
+    """Return the last line of the traceback outside torch and this package, as ` at file:line`."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(("<", *ours))]
+    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _remedy(error: BaseException, said: str) -> str:
     if "derivative for aten::_scaled_dot_product" in said:
         return _ATTENTION
-    frames = traceback.extract_tb(error.__traceback__)
-    return _TRANSFORMS if any("_functorch" in PurePath(frame.filename).parts for frame in frames) else ""
+    if isinstance(error, DataDependentOutputException) or "FakeTensor.__format__" in said:
+        return _DATA
+    if isinstance(error, DynamicOutputShapeException):
+        return _SIZES
+    if "SparseTensorImpl" in said:
+        return _SPARSE
+    if said.startswith("AssertionError: User object is no longer alive"):  # Dynamo's, which knows streams by number
+        return _STREAMS
+    files = [PurePath(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)]
+    if "nested_tensor" in said or "NestedInt" in said or any("nested" in file for file in files):
+        return _NESTED
+    transforms = "invalid python storage" in said or any("_functorch" in file for file in files)  # the first: jvp
+    return _TRANSFORMS if transforms else ""

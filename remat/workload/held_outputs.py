@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -156,3 +156,19 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{fields[i]}" if fields else f"[{i}]", inner) for i, inner in enumerate(value))
     elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):  # dataclasses, caches
         yield from ((f".{field}", inner) for field, inner in vars(value).items())
+
+
+def parameters_reached(model: nn.Module, outputs: Sequence[torch.Tensor]) -> frozenset[str]:
+    """Return the names of the parameters that a backward from `outputs` reaches."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    known, found = set(waiting), set()
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) in names:
+            found.add(names[id(leaf)])
+        new = {each for each, _ in node.next_functions if each is not None and each not in known}
+        known |= new
+        waiting += new
+    return frozenset(found)
