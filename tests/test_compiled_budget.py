@@ -35,7 +35,7 @@ from remat.compiled.partitioner import BudgetPartitioner, Cut, Search
 from remat.compiled.peak import by_call
 from remat.compiled.program import Solved, judged, solve
 from remat.costing.device_allocator import measure_peak
-from remat.errors import NoPlanInTime
+from remat.errors import NoPlanInTime, UsageError
 from remat.evaluation.graph import OpKind
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 
@@ -363,6 +363,12 @@ class Counting(nn.Module):
 @torch.library.custom_op("remat_tests::add_to", mutates_args=("total",))
 def _add_to(total: torch.Tensor, part: torch.Tensor) -> None:
     total.add_(part)
+
+
+def test_sparse_gradients_are_refused_with_the_remedy() -> None:
+    model = nn.Sequential(nn.Embedding(64, 8, sparse=True), nn.Linear(8, 8))
+    with pytest.raises(UsageError, match="sparse=False"):
+        remat.compile(model, "1GiB", optimizer=None)(torch.arange(32)).sum().backward()
 
 
 def test_operators_that_write_to_their_arguments_are_planned_around(cuts: list[BudgetPartitioner]) -> None:

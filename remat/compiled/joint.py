@@ -41,6 +41,7 @@ from remat._torch.inductor import calls_library, policy_of
 from remat._torch.symbols import hinted
 from remat.capture.schemas import calls_view, written
 from remat.costing.roofline import kernel_us
+from remat.errors import UsageError
 from remat.recording.tracker import Tracker
 from remat.workload.target import Target
 
@@ -108,6 +109,8 @@ def joint_of(graph: fx.Graph, is_backward: Callable[[fx.Node], bool], target: Ta
 
     is_backward  whether a node needs a gradient, so that it can run in backward only
     target       whose roofline prices what is made again
+
+    Raises UsageError for sparse tensors.
     """
     return _Builder(graph, is_backward, target).joint()
 
@@ -341,10 +344,16 @@ def _decides(result: fx.Node, node: fx.Node) -> bool:
 
 
 def _bytes(node: fx.Node) -> int:
-    """Return the bytes of a node's value; 0 for several outputs, which have nodes of their own, and for sparse ones."""
+    """Return the bytes of a node's value; 0 for several outputs, which have nodes of their own."""
     value = node.meta.get("val")
-    is_strided = isinstance(value, Tensor) and value.layout == torch.strided
-    return hinted(value.untyped_storage().nbytes()) if is_strided else 0
+    if not isinstance(value, Tensor):
+        return 0
+    if value.layout != torch.strided:
+        raise UsageError(
+            f"a compiled budget is for dense tensors, and {node.name} of the joint graph is {value.layout}. Gradients of "
+            "nn.Embedding are dense with sparse=False."
+        )
+    return hinted(value.untyped_storage().nbytes())
 
 
 def _kernel_us(node: fx.Node, target: Target) -> float:
