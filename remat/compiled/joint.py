@@ -350,7 +350,7 @@ def _bytes(node: fx.Node) -> int:
         return 0
     if value.layout != torch.strided:
         raise UsageError(
-            f"a compiled budget is for dense tensors, and {node.name} of the joint graph is {value.layout}. Gradients of "
+            f"a compiled budget is for dense tensors, and {node.name} of the graph is {value.layout}. Gradients of "
             "nn.Embedding are dense with sparse=False."
         )
     return hinted(value.untyped_storage().nbytes())
