@@ -140,7 +140,7 @@ def test_the_replay_of_any_offloads_is_what_the_evaluator_says_in_every_model(mo
         curve = memory.offloading(offloads).curve(regions)
         assert replayed.max() == curve.peak_bytes
         if model != "resnet50":
-            np.testing.assert_array_equal(replayed, curve.alive_bytes)
+            np.testing.assert_array_equal(replayed, curve.alive_bytes[curve.executed])
 
 
 def test_offloads_are_named_and_found_again() -> None:
