@@ -33,7 +33,7 @@ from remat.compiled.losses import in_chunks
 from remat.compiled.outside import Outside, outside_of
 from remat.compiled.partitioner import BudgetPartitioner, Cut, Search
 from remat.compiled.peak import by_call
-from remat.compiled.program import Solved, judged, solve
+from remat.compiled.program import More, Solved, judged, solve
 from remat.costing.device_allocator import measure_peak
 from remat.errors import NoPlanInTime, UsageError
 from remat.evaluation.graph import OpKind
@@ -701,21 +701,31 @@ def tables(draw: st.DrawFn) -> Joint:
     return Joint(tuple(values), tuple(own_bytes), draw(st.integers(1, 3)))
 
 
+@st.composite
+def beside(draw: st.DrawFn, joint: Joint) -> More:
+    """Draw what compiled code needs beside a table."""
+    stages = len(joint.own_bytes)
+    places = st.tuples(st.integers(0, len(joint.values) - 1), st.integers(0, stages - 1))
+    backward = draw(st.lists(st.integers(0, 4), min_size=stages, max_size=stages))
+    return More(draw(st.integers(0, 9)), tuple(backward), draw(st.dictionaries(places, st.integers(1, 9), max_size=3)))
+
+
 @settings(max_examples=60)
-@given(tables(), st.floats(0.0, 1.0))
-def test_the_program_finds_what_trying_every_choice_finds(joint: Joint, share: float) -> None:
+@given(tables().flatmap(lambda joint: st.tuples(st.just(joint), beside(joint))), st.floats(0.0, 1.0))
+def test_the_program_finds_what_trying_every_choice_finds(drawn: tuple[Joint, More], share: float) -> None:
     """So with few rows of (11) at first; and its bound holds."""
+    joint, more = drawn
     choices = [judged(joint, saved) for saved in subsets(joint)]
-    peaks = sorted({max(each.kept_bytes, *each.alive_bytes) for each in choices})
+    peaks = sorted(set(map(more.peak_bytes, choices)))
     budget = peaks[round(share * (len(peaks) - 1))]
-    fitting = [each.price_us for each in choices if max(each.kept_bytes, *each.alive_bytes) <= budget]
-    answer = solve(joint, budget, gap=0.0)
-    assert answer.choice is not None and max(answer.choice.kept_bytes, *answer.choice.alive_bytes) <= budget
+    fitting = [each.price_us for each in choices if more.peak_bytes(each) <= budget]
+    answer = solve(joint, budget, more, gap=0.0)
+    assert answer.choice is not None and more.peak_bytes(answer.choice) <= budget
     assert answer.choice.price_us == pytest.approx(min(fitting), abs=1e-4)
     assert answer.bound_us <= answer.choice.price_us + 1e-9
-    assert solve(joint, peaks[0] - 1) == Solved(None, math.inf)
-    least = solve(joint, 1 << 40, gap=0.0, least=True).choice
-    assert least is not None and max(least.kept_bytes, *least.alive_bytes) == peaks[0]
+    assert solve(joint, peaks[0] - 1, more) == Solved(None, math.inf)
+    least = solve(joint, 1 << 40, more, gap=0.0, least=True).choice
+    assert least is not None and more.peak_bytes(least) == peaks[0]
 
 
 def test_a_choice_that_needs_every_byte_of_a_large_budget_is_found() -> None:
