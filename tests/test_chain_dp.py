@@ -184,7 +184,9 @@ class Lopsided(Chain):
     @functools.cached_property
     def _uncounted_bytes(self) -> np.ndarray:
         sizes = self.problem.graph.storages.size_bytes
-        return sizes - sizes * np.resize(self.percent, len(sizes)) // 100
+        found = sizes - sizes * np.resize(self.percent, len(sizes)) // 100
+        found[self._always_kept] = sizes[self._always_kept]  # limits count them
+        return found
 
 
 @st.composite
