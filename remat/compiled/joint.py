@@ -160,8 +160,7 @@ class _Builder:
         sources: dict[fx.Node, set[fx.Node]] = {}
         for node in self.nodes:
             if node.op == "call_function" and not _is_view(node) and not self._is_stored(node):
-                bases = map(_base, node.all_input_nodes)
-                read = set(itertools.chain.from_iterable(sources.get(base, {base}) for base in bases))
+                read = _made_of(node, sources)
                 if len(read) <= (_READS_SHARED if len(_readers(node)) > 1 else _READS):
                     sources[node] = read
         return set(sources)
@@ -182,8 +181,7 @@ class _Builder:
         for node in self.backward:
             if node.op != "call_function" or _is_view(node):
                 continue
-            bases = map(_base, node.all_input_nodes)
-            read = set(itertools.chain.from_iterable(sources.get(base, {base}) for base in bases))
+            read = _made_of(node, sources)
             if node in self.inlined:
                 sources[node] = read
                 continue
@@ -279,6 +277,11 @@ def _base(node: fx.Node) -> fx.Node:
     while _is_view(node):
         node = node.all_input_nodes[0]
     return node
+
+
+def _made_of(node: fx.Node, sources: Mapping[fx.Node, set[fx.Node]]) -> set[fx.Node]:
+    """Return the nodes that a node reads, and in place of those in `sources` what these are made of."""
+    return {source for base in map(_base, node.all_input_nodes) for source in sources.get(base, {base})}
 
 
 def _is_view(node: fx.Node) -> bool:

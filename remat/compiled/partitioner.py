@@ -3,11 +3,11 @@
 torch's partitioner cuts, and all that it does afterwards is its own; only the choice of saved values is ours:
 
 1. PyTorch's own choice is lowered. Where it fits, it is kept.
-2. Otherwise the program is solved, with the bytes that the lowered code of a choice has beside the table's, stage by
-   stage. Its answer is lowered. Where its code exceeds the budget, the values that it makes again in the stages that
-   do take the bytes that were missing, from then on. Where the program has no answer, the choice that needs least, and
-   PyTorch's at every ratio of its memory budget, are lowered instead. After `ROUNDS` of this at most, the cheapest that
-   really fits is handed out.
+2. Otherwise the program is solved. Its table is corrected, stage by stage, by the bytes that the lowered code of a
+   choice needs. Its answer is lowered. Where that code exceeds the budget, the missing bytes of its highest stage are
+   counted to the values that the answer makes again there. Where the program has no answer, the choice that needs
+   least, and PyTorch's at every ratio of its memory budget, are lowered instead. After `ROUNDS` of this at most, the
+   cheapest that really fits is handed out.
 
 So no choice is handed out whose compiled code exceeds the budget. Where nothing fits, `NoPlanInTime` names the least
 peak that was seen: another choice may need less. Where the budget is too small for the bytes that no choice changes,
