@@ -6,7 +6,7 @@ functions below. The rules that hold for all of them:
 1. `transformers` is imported when a workload is made, never when this package is: importing it takes seconds.
 2. No device is named. Tensors are made on the default device, which is `meta` or fake while planning.
 3. A batch has ids or pixels and labels, and nothing else: a mask with padding or packed position ids would rule out
-   the flash kernel. `padded` gives a batch such a mask.
+   the flash kernel. `padded` gives a batch such a mask, `packed` such position ids.
 4. `build` makes a fresh configuration each time, because a model writes into the one it is given.
 5. To build without memory use the `meta` device, not `FakeTensorMode`: ViT's initialisation and ConvNeXt V2's
    drop-path rates read values off a tensor, which a fake tensor does not have.
@@ -148,6 +148,26 @@ def padded(workload: Workload) -> Workload:
         if labels.shape == ids.shape:
             labels[-1, ids.shape[1] // 2 :] = NO_LABEL
         return {**made, "attention_mask": mask}
+
+    return dataclasses.replace(workload, batch=batch)
+
+
+def packed(workload: Workload) -> Workload:
+    """Return the text workload on rows of packed sequences, whose position ids begin anew at each sequence.
+
+    Sequences have the workload's own length; the last of a row is cut where the row ends.
+    """
+    own = workload.seq_len or 1
+
+    def batch(samples: int, length: int | None) -> Batch:
+        total = own if length is None else length
+        sequences, tokens = -(-total // own), min(own, total)
+        made = workload.batch(samples * sequences, tokens)
+        if "input_ids" not in made or made["labels"].shape != made["input_ids"].shape:
+            raise UsageError(f"model {workload.name} takes no packed text. Leave --packed out.")
+        rows = {name: tensor.reshape(samples, -1)[:, :total] for name, tensor in made.items()}
+        positions = torch.arange(tokens).repeat(sequences)[:total]
+        return {**rows, "position_ids": positions.expand(samples, total)}
 
     return dataclasses.replace(workload, batch=batch)
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from remat.host.step_in_backward import step_in_backward as step_in_backward
     from remat.host.weights import bring_weights_back as bring_weights_back
     from remat.host.weights import offload_weights as offload_weights
+    from remat.integrations.token_batches import TokenBatches as TokenBatches
     from remat.integrations.trainer_workload import loop_of as loop_of
     from remat.integrations.trainer_workload import workload_of as workload_of
     from remat.planning.checking import Verdict as Verdict
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from remat.planning.profiling import profile as profile
     from remat.planning.request import FormChoice as FormChoice
     from remat.planning.sweep import sweep as sweep
+    from remat.planning.token_cap import most_tokens as most_tokens
     from remat.validation.report import Report as Report
     from remat.validation.validating import validate as validate
     from remat.workload.training_loop import TrainingLoop as TrainingLoop
@@ -63,6 +65,7 @@ _HOMES = {
     "Profile": "remat.costing.profile",
     "RematError": "remat.errors",
     "Report": "remat.validation.report",
+    "TokenBatches": "remat.integrations.token_batches",
     "TrainingLoop": "remat.workload.training_loop",
     "UsageError": "remat.errors",
     "ValidationFailed": "remat.errors",
@@ -78,6 +81,7 @@ _HOMES = {
     "largest_batch": "remat.planning.fit",
     "longest_sequence": "remat.planning.fit",
     "loop_of": "remat.integrations.trainer_workload",
+    "most_tokens": "remat.planning.token_cap",
     "offload_optimizer": "remat.host.optimizer_state",
     "offload_weights": "remat.host.weights",
     "plan": "remat.planning.planner",

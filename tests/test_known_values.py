@@ -84,6 +84,12 @@ def test_nothing_else_is_known(known: KnownValues, make: Callable[[], Any], erro
         make()
 
 
+def test_a_mask_of_many_positions_takes_no_memory(known: KnownValues) -> None:
+    positions = torch.arange(1 << 20)
+    mask = positions[:, None] >= positions[None]  # a TiB
+    assert known.of(mask) is None
+
+
 def test_writing_something_unknown_into_a_view_makes_its_base_unknown(known: KnownValues) -> None:
     base, other = ends(), ends()
     base[1:].copy_(torch.empty(2).long())

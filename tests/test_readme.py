@@ -481,6 +481,24 @@ def whole_step(snippet: str, here: Path) -> None:
     assert all(p.grad is not None for p in found["model"].parameters())
 
 
+def token_capped(snippet: str, here: Path) -> None:
+    workload = small().sized(seq_len=LENGTH)
+    data = [torch.arange(1 + i % LENGTH) for i in range(20)]
+
+    def pad(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return {"input_ids": ids, "labels": ids}
+
+    given = {"DataLoader": torch.utils.data.DataLoader, "data": data, "pad": pad, "model": build_model()}
+    limit = remat.estimate(workload).peaks.peak_bytes  # 20 GiB are thousands of such rows
+    found = execute(snippet.replace('"20GiB"', str(limit)), workload=workload, **given)
+    cap = found["plan"].about["token_cap"]
+    for batch in found["loader"]:
+        assert batch["input_ids"].numel() <= cap["tokens"]
+    with torch.autocast("cpu", torch.bfloat16):
+        workload.step(found["model"], batch).backward()
+
+
 def budgeted(snippet: str, here: Path) -> None:
     for line in snippet.strip().splitlines():
         torch._dynamo.reset()
@@ -518,11 +536,13 @@ HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the sn
     "remat.planned_step(": whole_step,
     "def test_it_fits": in_a_test,
     "remat.offload_weights(": weights_on_the_host,
+    "remat.most_tokens(": token_capped,
     "remat.bring_weights_back(": weights_back,
 }
 
 
 SLOW = {
+    "remat.most_tokens(": "records a dozen shapes; test_token_cap.py holds the claim",
     "remat.compile(": "plans and compiles C++, twice",
     "remat.integrations.transformers": "trains four steps; test_trainers.py makes and trains such a plan",
     "remat.integrations.lightning": "test_frameworks.py runs the same as an example",

@@ -40,7 +40,7 @@ from remat import models
 from remat.errors import RematError, UsageError, is_out_of_memory
 from remat.integrations.trainer_workload import is_trainer, loop_of, workload_of
 from remat.models.adapters import Lora, with_lora
-from remat.models.common import padded, text_workload, transformers
+from remat.models.common import packed, padded, text_workload, transformers
 from remat.models.quantized import quantized
 from remat.recording.remedies import describe
 from remat.workload.optimizers import optimizer_named
@@ -66,6 +66,7 @@ class ModelSpec:
     dtype: str | None = None
     optimizer: str | None = None
     padded: bool | None = None
+    packed: bool | None = None
     lora: str | None = None
     quantize: str | None = None
 
@@ -76,14 +77,9 @@ class ModelSpec:
             raise UsageError(
                 f"sequence length {self.seq_len} was given, but model {workload.name} has none. Leave it out."
             )
+        if self.padded or self.packed:
+            workload = self._masked(workload, path)
         workload = workload.sized(self.batch_size, self.seq_len)
-        if self.padded:
-            if path is not None:
-                raise UsageError(
-                    f"--padded is for models by name; let the `batch` of {workload.name} return an attention mask with "
-                    "zeros."
-                )
-            workload = padded(workload)
         if self.optimizer is not None:
             workload = dataclasses.replace(workload, optimizer=optimizer_named(self.optimizer))
         if self.dtype is not None:
@@ -95,6 +91,17 @@ class ModelSpec:
         if self.lora is not None or self.quantize is not None:
             workload = self._adapted(workload, path)
         return guarded(workload, path)
+
+    def _masked(self, workload: Workload, path: Path | None) -> Workload:
+        """Return `workload` on padded or packed batches."""
+        if self.padded and self.packed:
+            raise UsageError("--padded and --packed both say what a batch holds; give one of them.")
+        if path is not None:
+            option, given = (
+                ("--padded", "an attention mask with zeros") if self.padded else ("--packed", "position ids")
+            )
+            raise UsageError(f"{option} is for models by name; let the `batch` of {workload.name} return {given}.")
+        return padded(workload) if self.padded else packed(workload)
 
     def _adapted(self, workload: Workload, path: Path | None) -> Workload:
         """Add 4-bit weights and adapters to `workload`, as asked for."""

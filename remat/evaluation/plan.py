@@ -35,6 +35,7 @@ FORMAT = "remat-plan"
 VERSION = 5
 WITHOUT_SLICES = 4  # the version of a plan that lets go of nothing between slices
 WITHOUT_OFFLOADS = 3  # ... that has nothing on the host
+TOKEN_CAP = "token_cap"  # key of `Plan.about`: the batches of many lengths that the plan fits
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 

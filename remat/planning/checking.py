@@ -124,10 +124,10 @@ def verdict_of(
     limit = request.limit(place, profile.peak_without_checkpointing)
     assert limit is not None
     found = estimate_under(plan, profile, request.allocator)
-    needed, is_reserved = _needed_bytes(found, limit)
+    needed, is_reserved = needed_bytes(found, limit)
     if plan is not None and not load(plan.execution).runs_as_evaluated:
         needed = max(needed, plan.predicted["peak_bytes"])  # replayed
-    verdict = Verdict(found.about["workload"], found.target, needed, _limit_bytes(limit), is_reserved)
+    verdict = Verdict(found.about["workload"], found.target, needed, limit_bytes(limit), is_reserved)
     if verdict.fits:
         return verdict
     if plan is None and (setting := setting_that_fits(found, limit)):
@@ -153,7 +153,7 @@ def _with_plan(
     return dataclasses.replace(verdict, change=change, added=added)
 
 
-def _needed_bytes(found: Estimate, limit: Budget) -> tuple[int, bool]:
+def needed_bytes(found: Estimate, limit: Budget) -> tuple[int, bool]:
     """Return the peak bytes of the step, and whether they are reserved bytes."""
     peaks = found.peaks
     requested = max(peaks.peak_bytes, peaks.eager_bytes or 0, peaks.first_step_bytes)
@@ -162,7 +162,7 @@ def _needed_bytes(found: Estimate, limit: Budget) -> tuple[int, bool]:
     return found.allocator[0].reserved_bytes + requested - peaks.peak_bytes, True
 
 
-def _limit_bytes(limit: Budget) -> int:
+def limit_bytes(limit: Budget) -> int:
     return limit.limit_bytes if limit.reserved_bytes is None else limit.reserved_bytes
 
 
@@ -170,6 +170,6 @@ def setting_that_fits(found: Estimate, limit: Budget) -> str | None:
     """Return the allocator's other setting if the step fits with it."""
     for footprint in found.allocator[1:] if limit.reserved_bytes is not None else ():
         other = dataclasses.replace(found, allocator=(footprint,))
-        if footprint.settings and _needed_bytes(other, limit)[0] <= _limit_bytes(limit):
+        if footprint.settings and needed_bytes(other, limit)[0] <= limit_bytes(limit):
             return footprint.settings
     return None

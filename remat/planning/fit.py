@@ -181,7 +181,7 @@ def fitted(sizing: Sizing, global_batch: int) -> BatchFit:
     if best_us == math.inf:
         sizing.refuse(sizes, Window(samples, 1))
     fitting = sorted((found for found in tried if found.time_us is not None), key=lambda found: found.time_us or 0.0)
-    best, plan = _reserving(fitting, lambda found: sizes.plan(Window(samples, found.micro_batch)))
+    best, plan = first_reserving(fitting, lambda found: sizes.plan(Window(samples, found.micro_batch)))
     rungs = {**sizes.ladder(samples, windows), JOINT: best}
     return BatchFit(
         rungs=rungs,
@@ -252,17 +252,17 @@ def largest_of(sizing: Sizing) -> Plan:
     found = largest(lambda size: sizes.feasible(size, accumulates=loop.accumulates, in_slices=cuts), guess=guess)
     if not found:
         sizing.refuse(sizes, Window(1, 1))
-    return _reserving(_fewer(found), lambda size: sizes.plan(Window(size * loop.accumulation, size)))[1]
+    return first_reserving(fewer(found), lambda size: sizes.plan(Window(size * loop.accumulation, size)))[1]
 
 
-def _fewer(size: int) -> Iterator[int]:
+def fewer(size: int) -> Iterator[int]:
     """Yield `size`, then smaller sizes in steps of 5 %."""
     while size:
         yield size
         size = min(size - 1, round((1 - STEP_DOWN) * size))
 
 
-def _reserving(choices: Iterable[T], plan: Callable[[T], Plan]) -> tuple[T, Plan]:
+def first_reserving(choices: Iterable[T], plan: Callable[[T], Plan]) -> tuple[T, Plan]:
     """Return the first of `choices` whose plan keeps the budget when recorded at its size.
 
     Sizes are chosen by requested bytes. Reserved bytes, if the budget limits those, are known of a finished plan only.
@@ -334,4 +334,4 @@ def longest_of(sizing: Sizing) -> Plan:
     found = largest(fits, guess=SEQ_PARTS)
     if not found:
         sizing.refuse(at(1), window)
-    return _reserving(_fewer(found), lambda parts: at(parts).plan(window))[1]
+    return first_reserving(fewer(found), lambda parts: at(parts).plan(window))[1]

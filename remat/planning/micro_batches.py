@@ -503,13 +503,20 @@ class MicroBatches:
         link = self._link_beside(profile.graph)
         return plan_study(Study(profile, self.request, step, budget=self.budget, link=link))
 
+    def least_bytes(self, window: Window) -> int:
+        """Return the least peak of the step in any of its forms."""
+        study = self.study_of(window)
+        return min(study.least(at, self.limits).peak_bytes for at in _forms_of(study))
+
     def refusal(self, window: Window) -> Infeasible:
         """Return the refusal: not even one sample at a time fits."""
-        study = self.study_of(window)
-        forms = [study.captured, *(study.forms or ())]
-        limit_bytes = self.budget.limit_bytes
-        refusals = (infeasible(study.problem(at, limit_bytes), study.least(at, self.limits)) for at in forms)
+        study, limit_bytes = self.study_of(window), self.budget.limit_bytes
+        refusals = (infeasible(study.problem(at, limit_bytes), study.least(at, self.limits)) for at in _forms_of(study))
         return min(refusals, key=lambda refusal: refusal.minimum_budget_bytes or 0)
+
+
+def _forms_of(study: Study) -> list[StepForm]:
+    return [study.captured, *(study.forms or ())]
 
 
 def _key(window: Window) -> tuple[int, bool]:

@@ -21,8 +21,9 @@ A FakeTensor has a `constant` of its own, which holds one number and is lost on 
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -144,7 +145,7 @@ class KnownValues(UnseenMode):
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         if name in _WITHOUT_VALUES or (drawn and self._generator is None):
             return False, None
-        if not leaves and not _makes_little(func, args, kwargs):
+        if _spreads(func, leaves) if leaves else not _makes_little(func, args, kwargs):
             return False, None
         args, kwargs = tree_map(self._real_of, (args, kwargs))
         kwargs |= {key: value for key, value in _HOST.items() if key in kwargs}
@@ -294,6 +295,13 @@ def _makes_little(func: Any, args: Any, kwargs: Any) -> bool:
     """Return whether the tensors that a factory makes are small."""
     made = (leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, torch.Tensor))
     return all(map(_is_small, made))
+
+
+def _spreads(func: Any, leaves: Sequence[torch.Tensor]) -> bool:
+    """Return whether small tensors become one that is not small, as positions become a mask of packed text."""
+    if torch.Tag.pointwise not in func.tags or len(leaves) == 1:
+        return False
+    return math.prod(torch.broadcast_shapes(*(leaf.shape for leaf in leaves))) > MOST_INTEGERS
 
 
 def _fakes_in(value: Any) -> Iterator[torch.Tensor]:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from remat.planning.micro_batches import BatchCandidate
 
 
+GLOBAL_BATCH, MAX_BATCH, MAX_SEQ, MAX_TOKENS = "global_batch", "max_batch", "max_seq", "max_tokens"
+
+
 def fit(
     budget: BudgetOptions,
     step: PricedOptions,
@@ -32,6 +35,12 @@ def fit(
     ] = None,
     max_batch: Annotated[bool, typer.Option("--max-batch", help="Find the largest micro-batch that fits.")] = False,
     max_seq: Annotated[bool, typer.Option("--max-seq", help="Find the longest sequence that fits the batch.")] = False,
+    max_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--max-tokens", help="Find the most tokens of a batch, for rows of any length up to --seq-len, or --packed."
+        ),
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="The plan file.", show_default="NAME.plan.json in this folder")
     ] = None,
@@ -40,10 +49,11 @@ def fit(
     """Choose micro-batch, accumulation and plan together, for the least time per token."""
     from remat.cli.screen import live_line
 
-    _require_one_question(global_batch, max_batch, max_seq, step)
+    question = _question(global_batch, max_batch, max_seq, max_tokens, step)
     require_writable(out or Path("new.plan.json"))
     with live_line() as line:
         from remat.planning.fit import Sizing, fitted, largest_of, longest_of
+        from remat.planning.token_cap import most_tokens_of
 
         found = opened(step, line)
         assert found.spec is not None and found.place is not None
@@ -53,20 +63,28 @@ def fit(
         if global_batch is not None:
             fit = fitted(sizing, global_batch)
             return _fit_answer(fit, _save(fit.plan, found, sizing.budget, out))
-        plan = (largest_of if max_batch else longest_of)(sizing)
-    return _plan_answer(plan, _save(plan, found, sizing.budget, out), "max_batch" if max_batch else "max_seq")
+        if question == MAX_TOKENS:
+            plan = most_tokens_of(sizing, packed=bool(step.packed))
+        else:
+            plan = (largest_of if question == MAX_BATCH else longest_of)(sizing)
+    return _plan_answer(plan, _save(plan, found, sizing.budget, out), question)
 
 
-def _require_one_question(global_batch: int | None, max_batch: bool, max_seq: bool, step: PricedOptions) -> None:
-    asked = [global_batch is not None, max_batch, max_seq]
-    if sum(asked) != 1:
-        raise UsageError("give exactly one of --global-batch N, --max-batch and --max-seq.")
-    if global_batch is not None and step.accumulation is not None:
+def _question(global_batch: int | None, max_batch: bool, max_seq: bool, max_tokens: bool, step: PricedOptions) -> str:
+    """Return what is asked. Raises UsageError for no question, for two, and for what the answer chooses."""
+    asked = {GLOBAL_BATCH: global_batch is not None, MAX_BATCH: max_batch, MAX_SEQ: max_seq, MAX_TOKENS: max_tokens}
+    if sum(asked.values()) != 1:
+        raise UsageError("give exactly one of --global-batch N, --max-batch, --max-seq and --max-tokens.")
+    question = next(name for name, given in asked.items() if given)
+    if question == GLOBAL_BATCH and step.accumulation is not None:
         raise UsageError("--accumulation is chosen by fit for a --global-batch; leave it out.")
-    if not max_seq and step.batch_size is not None:
+    if question != MAX_SEQ and step.batch_size is not None:
         raise UsageError("--batch-size is chosen by fit; leave it out, or use --max-seq.")
-    if max_seq and step.seq_len is not None:
+    if question == MAX_SEQ and step.seq_len is not None:
         raise UsageError("--seq-len is found by --max-seq; leave it out.")
+    if question == MAX_TOKENS and step.packed and step.seq_len is not None:
+        raise UsageError("--seq-len of a packed row is found by --max-tokens; leave it out.")
+    return question
 
 
 def _save(plan: Plan, source: Source, limit: Budget, out: Path | None) -> Path:
@@ -84,10 +102,14 @@ def _save(plan: Plan, source: Source, limit: Budget, out: Path | None) -> Path:
 def _plan_answer(plan: Plan, path: Path, question: str) -> Answer:
     from remat.cli.screen import plan_text
 
-    found = plan.about["batch_size"] if question == "max_batch" else plan.about["seq_len"]
+    cap = plan.about.get("token_cap", {})
+    found = {MAX_BATCH: plan.about["batch_size"], MAX_SEQ: plan.about["seq_len"], MAX_TOKENS: cap.get("tokens")}[
+        question
+    ]
     data = {
         "model": plan.about["workload"],
         question: found,
+        **({"token_cap": cap} if cap else {}),
         "batch_size": plan.about["batch_size"],
         "seq_len": plan.about["seq_len"],
         "budget_bytes": plan.budget_bytes,
@@ -96,8 +118,23 @@ def _plan_answer(plan: Plan, path: Path, question: str) -> Answer:
         "predicted": plan.predicted,
         "plan_path": str(path),
     }
-    what = f"largest micro-batch: {found}" if question == "max_batch" else f"longest sequence: {found}"
-    return Answer(data, f"{what}\n\n{plan_text(plan)}\n\nwrote {path}\nnext: remat validate {path}")
+    what = {MAX_BATCH: f"largest micro-batch: {found}", MAX_SEQ: f"longest sequence: {found}"}
+    return Answer(
+        data,
+        f"{what.get(question) or _cap_text(cap)}\n\n{plan_text(plan)}\n\nwrote {path}\nnext: remat validate {path}",
+    )
+
+
+def _cap_text(cap: dict[str, int]) -> str:
+    """Say which batches the plan fits."""
+    tokens = f"most tokens of a batch: {cap['tokens']:,}"
+    if cap["packed"]:
+        return f"{tokens}, packed into one row"
+    return (
+        f"{tokens}, counted as rows x tokens of the longest row\n"
+        f"  rows of up to {cap['longest']:,} tokens, at most {cap['rows']:,} rows\n"
+        "  The plan fits every such batch. Below it is planned for the longest rows."
+    )
 
 
 def _fit_answer(found: BatchFit, path: Path) -> Answer:

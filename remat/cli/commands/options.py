@@ -100,6 +100,14 @@ class ModelOptions:
             "padding also run.",
         ),
     ] = None
+    packed: Annotated[
+        bool | None,
+        _option(
+            "--packed",
+            help="Plan for packed text: each row holds several sequences of the model's own length, told apart by "
+            "their position ids.",
+        ),
+    ] = None
     lora: Annotated[
         str | None,
         _option(

@@ -1,0 +1,183 @@
+"""Token caps: no batch within the cap of a plan exceeds the budget, whatever its lengths, and one row more does."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import remat
+from remat.cli.model_spec import ModelSpec
+from remat.costing.device_allocator import measure_peak
+from remat.errors import UsageError
+from remat.evaluation.plan import TOKEN_CAP, Plan
+from remat.formulation.solution import Limits
+from remat.integrations.token_batches import TokenBatches, TokenCap
+from remat.planning.estimate import estimate
+from remat.planning.micro_batches import Window
+from remat.planning.token_cap import CLOSE, edge, most_tokens
+from tests.cached import cached
+from tests.test_fitting import CONVNET, TARGET, WIDE, at, search
+from tests.toys import CPU, plan_by_hand
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
+LIMITS = Limits(time_s=20)
+LONGEST, ROWS = 16, 5
+TEXT = WIDE.sized(seq_len=LONGEST)
+
+
+@cached
+def budget_for(rows: int) -> int:
+    """A little more than the least that `rows` rows of the longest length need."""
+    return search(1 << 40, TEXT).least_bytes(Window(rows, rows)) * 101 // 100
+
+
+@cached
+def planned(rows: int = ROWS) -> Plan:
+    return most_tokens(TEXT, budget=budget_for(rows), target=TARGET, limits=LIMITS)
+
+
+def shapes(cap: TokenCap, count: int) -> list[tuple[int, int]]:
+    """Shapes of batches within a cap, each with as many rows as it allows: the ends, and random lengths."""
+    drawn = random.Random(0)
+    lengths = [2, LONGEST, LONGEST - 1, *(drawn.randint(2, LONGEST) for _ in range(count - 3))]
+    return [(min(cap.tokens // length, cap.rows), length) for length in lengths]
+
+
+# The cap
+
+
+def test_no_batch_within_the_cap_exceeds_the_budget() -> None:
+    plan = planned()
+    for rows, length in shapes(TokenCap.of(plan), 8):
+        found = estimate(TEXT.sized(rows, length), plan=plan, target=TARGET)
+        assert found.peaks.peak_bytes <= budget_for(ROWS)
+
+
+def test_one_row_more_than_the_cap_has_no_plan() -> None:
+    rows = TokenCap.of(planned()).tokens // LONGEST + 1
+    assert not search(budget_for(ROWS), TEXT).feasible(rows, accumulates=False)
+
+
+@pytest.mark.exhaustive
+def test_batches_within_the_cap_are_measured_within_the_budget() -> None:
+    budget = budget_for(ROWS) - (63 << 20)  # the CPU has no library workspaces
+    plan = most_tokens(TEXT, budget=budget, target="cpu", limits=LIMITS)
+    torch.manual_seed(0)
+    model = remat.apply(TEXT.build(), plan)
+    assert TEXT.optimizer is not None
+    optimizer: Any = TEXT.optimizer(model.parameters())
+
+    def step() -> None:
+        TEXT.step(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for rows, length in shapes(TokenCap.of(plan), 40):
+        batch = TEXT.batch(rows, length)
+        step()
+        state = [tensor for each in optimizer.state.values() for tensor in each.values()]
+        fixed = sum(tensor.nbytes for tensor in [*model.parameters(), *state, *batch])
+        assert fixed + measure_peak(step, CPU, requested=True) <= budget
+
+
+def test_the_plan_is_for_the_longest_rows_and_is_saved_with_its_cap(tmp_path: Any) -> None:
+    plan = planned()
+    assert plan.about["seq_len"] == LONGEST
+    assert plan.budget_bytes == budget_for(ROWS)
+    plan.save(tmp_path / "p.json")
+    assert Plan.load(tmp_path / "p.json").about[TOKEN_CAP] == plan.about[TOKEN_CAP]
+
+
+@pytest.mark.exhaustive
+def test_a_packed_row_is_as_long_as_the_budget_allows() -> None:
+    plan = most_tokens(TEXT, packed=True, budget=budget_for(ROWS), target=TARGET, limits=LIMITS)
+    cap = TokenCap.of(plan)
+    assert (cap.rows, cap.longest, cap.packed) == (1, cap.tokens, True)
+    assert plan.about["seq_len"] == cap.tokens
+    longer = search(budget_for(ROWS), TEXT.sized(seq_len=cap.tokens + 2 + int(CLOSE * cap.tokens)))
+    assert not longer.feasible(1, accumulates=False)
+
+
+def test_images_have_no_token_cap() -> None:
+    with pytest.raises(UsageError, match="has no sequences"):
+        most_tokens(CONVNET, target=TARGET, budget=1 << 30)
+
+
+@given(st.integers(0, 10**6), st.integers(0, 1000), st.integers(0, 3), st.integers(2, 2000), st.integers(1, 10**9))
+def test_the_edge_is_the_most_tokens_that_fit(fixed: int, slope: int, square: int, start: int, limit: int) -> None:
+    def need(tokens: int) -> float:
+        asked.append(tokens)
+        return fixed + slope * tokens + square * tokens**2
+
+    asked: list[int] = []
+    if slope + square == 0:
+        return  # nothing grows: no number is the most
+    found = edge(need, limit, start)
+    if found is None:
+        assert need(3) > limit
+        return
+    assert need(found) <= limit < need(found + max(int(CLOSE * found), 1) + 1)
+    assert max(asked) <= max(2 * found, start) + 2
+
+
+# Batches within it
+
+CAP = {"tokens": 100, "rows": 12, "longest": 40, "packed": False}
+
+
+def capped(**changed: Any) -> Plan:
+    graph = at(2)
+    plan = plan_by_hand(graph, ())
+    return dataclasses.replace(plan, about={**plan.about, TOKEN_CAP: CAP | changed})
+
+
+@given(st.lists(st.integers(1, 40), max_size=300), st.booleans(), st.booleans())
+def test_batches_hold_every_row_once_and_keep_the_cap(lengths: list[int], packed: bool, shuffle: bool) -> None:
+    plan = capped(packed=packed)
+    batches = TokenBatches(lengths, plan, shuffle=shuffle)
+    count, found = len(batches), list(batches)
+    assert len(found) == count
+    assert sorted(row for batch in found for row in batch) == list(range(len(lengths)))
+    for batch in found:
+        of = [lengths[row] for row in batch]
+        assert TokenCap.of(plan).holds(len(of), max(of), sum(of))
+
+
+def test_each_epoch_has_an_order_of_its_own_and_a_seed_repeats_them() -> None:
+    lengths = [1 + i % 40 for i in range(200)]
+    first, second = (TokenBatches(lengths, capped()) for _ in range(2))
+    epochs = [list(first), list(first)]
+    assert epochs == [list(second), list(second)]
+    assert epochs[0] != epochs[1]
+
+
+def test_a_row_above_the_longest_is_named() -> None:
+    with pytest.raises(UsageError, match=r"row 1 has 41 tokens, and the plan is for at most 40"):
+        TokenBatches([3, 41], capped())
+
+
+def test_a_plan_without_a_cap_says_how_to_make_one() -> None:
+    with pytest.raises(UsageError, match=r"remat fit --max-tokens"):
+        TokenBatches([3], plan_by_hand(at(2), ()))
+
+
+# --packed
+
+
+def test_packed_rows_count_positions_anew_in_each_sequence() -> None:
+    pytest.importorskip("transformers")
+    batch = ModelSpec("gpt2", batch_size=2, seq_len=2500, packed=True).workload().batch(2, 2500)
+    assert all(tensor.shape == (2, 2500) for tensor in batch.values())
+    assert batch["position_ids"][0].tolist() == [i % 1024 for i in range(2500)]
+
+
+def test_packed_and_padded_exclude_each_other() -> None:
+    with pytest.raises(UsageError, match="give one of them"):
+        ModelSpec("gpt2", packed=True, padded=True).workload()
