@@ -194,7 +194,8 @@ class PlannedForward:
 
     def _verified(self, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """Run `run`, verified as in `FirstStep.run`; an early forward leaves the verification to a later one."""
-        result = self.first_step.run(self._now.number, run, self._alone, (args, kwargs), lambda: self._masks_round)
+        given = args, kwargs
+        result = self.first_step.run(self._now.number, run, self._untouched, given, lambda: self._masks_round)
         if self._is_early:
             self.first_step.expect(self._now.number)
         return result
@@ -217,10 +218,19 @@ class PlannedForward:
         with own_forwards(module.replaced for module in self._modules):
             return original(*args, **kwargs)
 
-    def _alone_on_copies(self, args: Any, kwargs: Any) -> Any:
-        """Run `_alone` on copies of the containers among its arguments."""
+    def _untouched(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward without the plan, also where it calls the model again."""
+        with self._own_forwards():
+            return self.original(*args, **kwargs)
+
+    def _untouched_on_copies(self, args: Any, kwargs: Any) -> Any:
+        """Run `_untouched` on copies of the containers among its arguments."""
         args, kwargs = in_own_containers((args, kwargs))
-        return self._alone(*args, **kwargs)
+        return self._untouched(*args, **kwargs)
+
+    def _own_forwards(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which the model and its modules have their own forwards."""
+        return own_forwards(at.replaced for at in (self._root, *self._modules))
 
     def _current_graphs(self, *, less_open: GraphCalls | None = None) -> GraphCalls:
         """Return the graphs that the current forward is traced to.
@@ -342,7 +352,7 @@ class PlannedForward:
             with (
                 without_cache(self.model),
                 self._weights_here(),
-                own_forwards(m.replaced for m in self._modules),
+                self._own_forwards(),
                 self._early.appended_in(self.model),
             ):
                 result = graphs(*args, **kwargs)
@@ -380,7 +390,7 @@ class PlannedForward:
         """Run `_run`, after the model's own forward has had the chance to complete the model."""
         assert self._before is not None
         try:
-            complete(self._before, functools.partial(self._alone_on_copies, args, kwargs))
+            complete(self._before, functools.partial(self._untouched_on_copies, args, kwargs))
         finally:
             if not self._at.fits:  # later, its guards see changes
                 graphs.forget(unsettled)

@@ -602,7 +602,7 @@ class FakeStep:
         with without_cache(self.model):
             if traced and not self._is_untraced and self._learns(path, args, kwargs):
                 return self.calls.run(path, args, kwargs)
-            with self._untraced(self.calls.look(path, args, kwargs)), self.calls.alone(path):
+            with self._untraced(self.calls.look(path, args, kwargs)), self.calls.alone():
                 return self._replaced[path].original(*args, **kwargs)
 
     def _learns(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

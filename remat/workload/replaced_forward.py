@@ -36,9 +36,9 @@ class ReplacedForward:
 def own_forwards(replaced: Iterable[ReplacedForward]) -> Iterator[None]:
     """Give these modules their own forwards while the context is open."""
     now = [(each, each.module.__dict__.get("forward")) for each in replaced]
-    for each, _ in now:
-        each.take_out()
     try:
+        for each, _ in now:
+            each.take_out()
         yield
     finally:
         for each, forward in now:
