@@ -45,6 +45,7 @@ from remat.capture.attention_masks import (
     masks_of,
 )
 from remat.capture.beside_parameters import carry_over
+from remat.capture.circumstances import without_shapes
 from remat.capture.copies import copied
 from remat.capture.dynamic_shapes import has_sizes, move_sizes_first
 from remat.capture.eager_answers import Answers, Capture, answering, captured_elsewhere
@@ -57,6 +58,7 @@ from remat.capture.model_state import ModelState, SharedState, generators_kept
 from remat.capture.opaque_functions import opaque
 from remat.capture.open_numbers import open_numbers
 from remat.errors import CaptureError, RematError
+from remat.units import first_few
 
 RECOMPILE_LIMIT = 1 << 16
 # Captures of one model class do not count against each other's limit, where this torch can keep them apart.
@@ -433,6 +435,11 @@ def fake_model(
             raise CaptureError(f"the model cannot be built: {_first_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise CaptureError(f"`build` returned {type(model).__name__}, not a torch.nn.Module.")
+    if unknown := without_shapes(model):
+        raise CaptureError(
+            f"`build` returned a model of lazy modules: {first_few(unknown)} get a shape in its first forward. Let "
+            "`build` run the model once, on a batch of one sample."
+        )
     fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original is kept: its id must stay its own
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
