@@ -427,12 +427,12 @@ def fake_model(
         model = _built(build, "meta")
     except Exception as error:
         if not _reads_data(error):
-            raise CaptureError(f"the model cannot be built on the meta device: {_first_line(error)}") from error
+            raise _not_built(error, " on the meta device") from error
         try:
             with generators_kept():
                 model = _built(build, "cpu")
         except Exception as error:
-            raise CaptureError(f"the model cannot be built: {_first_line(error)}") from error
+            raise _not_built(error) from error
     if not isinstance(model, nn.Module):
         raise CaptureError(f"`build` returned {type(model).__name__}, not a torch.nn.Module.")
     if unknown := without_shapes(model):
@@ -457,6 +457,12 @@ def fake_model(
 def _built(build: Callable[[], nn.Module], device: str) -> nn.Module:
     with torch.device(device):
         return build()
+
+
+def _not_built(error: Exception, where: str = "") -> RematError:
+    """Return the refusal of a `build` that raised `error`; one that says who raised what stands."""
+    said = str(error) if isinstance(error, RematError) else f"{type(error).__name__}: {_first_line(error)}"
+    return CaptureError(f"the model cannot be built{where}: {said.rstrip('.')}.")
 
 
 def _reads_data(error: BaseException | None) -> bool:

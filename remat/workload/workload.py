@@ -60,6 +60,16 @@ class Workload:
         for field in ("build", "batch", "step"):
             if not callable(getattr(self, field)):
                 raise UsageError(f"workload {self.name!r}: `{field}` must be a function.")
+        if self.optimizer is not None and not callable(self.optimizer):
+            raise UsageError(
+                f"workload {self.name!r}: `optimizer` must be a function of the parameters, or None, not "
+                f"{self.optimizer!r}; a class of torch.optim is one."
+            )
+        if self.autocast is not None and not isinstance(self.autocast, torch.dtype):
+            raise UsageError(
+                f"workload {self.name!r}: `autocast` must be a dtype, for example torch.bfloat16, or None, not "
+                f"{self.autocast!r}."
+            )
         for field in ("batch_size", "seq_len"):
             value = getattr(self, field)
             if value is None and field == "seq_len":
