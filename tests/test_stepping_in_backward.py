@@ -192,6 +192,21 @@ def test_accumulation_is_refused_before_a_weight_changes() -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
+def test_a_second_optimizer_is_refused_before_a_weight_changes_until_the_first_is_gone() -> None:
+    model = made_of()
+    first = step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    trained(model, first)
+    before = [parameter.clone() for parameter in model.parameters()]
+    second = step_in_backward(torch.optim.SGD(model.parameters(), lr=0.2))
+    with pytest.raises(UsageError, match=r"are stepped in backward by another one too.*No weight has changed"):
+        model(torch.ones(1, WIDTH)).sum().backward()
+    assert all(map(torch.equal, before, model.parameters()))
+    model.zero_grad()
+    del first
+    trained(model, second)
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
 def test_a_learning_rate_that_changes_after_backward_is_refused() -> None:
     model = made_of()
     optimizer = step_in_backward(torch.optim.AdamW(model.parameters()))

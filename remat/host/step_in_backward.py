@@ -73,9 +73,10 @@ def step_in_backward(optimizer: _Optimizer, before: BeforeStep | None = None) ->
     Raises:
         UsageError: The class is not one of `torch.optim`, or is LBFGS or SparseAdam; parameters are sharded, or
             `differentiable=True`. In the first backward, before a weight changes: DistributedDataParallel has a
-            parameter, or a GradScaler of this process has scaled a loss. In a later backward: gradients are
-            accumulated, or the backward before failed. In `step()`, when weights have changed: settings changed since
-            backward, or a GradScaler or DistributedDataParallel came after the first backward.
+            parameter, another optimizer steps one in backward, or a GradScaler of this process has scaled a loss. In a
+            later backward: gradients are accumulated, or the backward before failed. In `step()`, when weights have
+            changed: settings changed since backward, or a GradScaler or DistributedDataParallel came after the first
+            backward.
 
     Example:
         >>> optimizer = remat.step_in_backward(torch.optim.AdamW(model.parameters()))
@@ -127,8 +128,10 @@ class StepInBackward:
             optimizer.register_step_post_hook(self._end),
             optimizer.register_load_state_dict_post_hook(self._forget),
         ]
-        _stepping[optimizer] = self
         self._find_parameters(optimizer)
+        for other in self._sharing():
+            other._is_alone = False
+        _stepping[optimizer] = self
 
     def let_go(self) -> None:
         """Let the optimizer step after backward again."""
@@ -196,9 +199,17 @@ class StepInBackward:
             raise UsageError("a hook has let a gradient go before the optimizer could step in backward.")
 
     def _require_alone(self) -> None:
-        """Raise UsageError for a scaler or DDP before the first weight changes. (Rule 6)"""
+        """Raise UsageError for a scaler, DDP or a second optimizer before the first weight changes. (Rule 6)"""
         if self._is_alone or fakes_are_on():
             return
+        if self._sharing():
+            gc.collect()  # an optimizer that the script has dropped may wait in a cycle
+        if others := self._sharing():
+            count = sum(len(self.group_of.keys() & other.group_of.keys()) for other in others)
+            raise UsageError(
+                f"{count} parameters of this optimizer are stepped in backward by another one too: drop all names of "
+                "the one that is no longer used (`del`). No weight has changed."
+            )
         for each in _alive(GradScaler, DistributedDataParallel):
             if isinstance(each, GradScaler):
                 if each.is_enabled() and has_scaled(each):
@@ -206,6 +217,10 @@ class StepInBackward:
             elif any(id(parameter) in self.group_of for parameter in _summed_by(each)):
                 raise UsageError(f"{_SUMMED} No weight has changed.")
         self._is_alone = True
+
+    def _sharing(self) -> list[StepInBackward]:
+        """Return the steppings of other optimizers that have a parameter of this one."""
+        return [each for each in list(_stepping.values()) if each is not self and each.group_of.keys() & self.group_of]
 
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Check the step in backward when `optimizer.step()` begins. (Rule 4)"""
