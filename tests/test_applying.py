@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import pickle
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -400,6 +401,14 @@ def test_a_model_with_a_plan_is_not_planned(planned: nn.Module) -> None:
     around = nn.Sequential(planned)
     with pytest.raises(CaptureError, match="a model that a plan is applied to"):
         FakeStep(dataclasses.replace(TRANSFORMER, build=lambda: around), device=CPU)
+
+
+def test_a_scripted_module_is_refused_by_name() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch: deprecated
+        model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.ReLU()))
+    with pytest.raises(CaptureError, match=r"a module of TorchScript \(1\), which cannot be traced"):
+        FakeStep(dataclasses.replace(TRANSFORMER, build=lambda: model), device=CPU)
 
 
 def test_lazy_parameters_are_refused_by_name(plans: dict[str, Plan]) -> None:

@@ -193,7 +193,10 @@ def test_an_error_of_build_itself_is_told_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
-    [("autocast", "bf16", "`autocast` must be a dtype"), ("optimizer", "adamw", "`optimizer` must be a function of")],
+    [
+        ("autocast", "bf16", "`autocast` must be torch.bfloat16,"),
+        ("optimizer", "adamw", "`optimizer` must be a function of"),
+    ],
 )
 def test_a_name_where_torchs_own_object_belongs_is_refused(field: str, value: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):

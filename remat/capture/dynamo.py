@@ -435,6 +435,11 @@ def fake_model(
             raise _not_built(error) from error
     if not isinstance(model, nn.Module):
         raise CaptureError(f"`build` returned {type(model).__name__}, not a torch.nn.Module.")
+    if scripted := [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]:
+        raise CaptureError(
+            f"`build` returned a model with a module of TorchScript ({scripted[0] or 'the model itself'}), which "
+            "cannot be traced: let it return Python modules, without torch.jit.script or torch.jit.trace."
+        )
     if unknown := without_shapes(model):
         raise CaptureError(
             f"`build` returned a model of lazy modules: {first_few(unknown)} get a shape in its first forward. Let "

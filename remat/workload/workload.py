@@ -62,12 +62,12 @@ class Workload:
                 raise UsageError(f"workload {self.name!r}: `{field}` must be a function.")
         if self.optimizer is not None and not callable(self.optimizer):
             raise UsageError(
-                f"workload {self.name!r}: `optimizer` must be a function of the parameters, or None, not "
-                f"{self.optimizer!r}; a class of torch.optim is one."
+                f"workload {self.name!r}: `optimizer` must be a function of the parameters, as a class of torch.optim "
+                f"is, or None, not an object of type {type(self.optimizer).__name__}."
             )
-        if self.autocast is not None and not isinstance(self.autocast, torch.dtype):
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
             raise UsageError(
-                f"workload {self.name!r}: `autocast` must be a dtype, for example torch.bfloat16, or None, not "
+                f"workload {self.name!r}: `autocast` must be torch.bfloat16, torch.float16 or None, not "
                 f"{self.autocast!r}."
             )
         for field in ("batch_size", "seq_len"):
