@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import pickle
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -315,6 +317,19 @@ def test_a_plan_is_applied_from_its_file(tmp_path: Path, plans: dict[str, Plan])
     assert apply(model, tmp_path / "toy.plan.json") is model
     trained(TRANSFORMER, model)
     assert counts_of(model).regions == 4
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_model_that_is_dropped_is_freed_with_its_weights(removed: bool, plans: dict[str, Plan]) -> None:
+    """Dynamo keeps what it traced until the process ends; a search over settings makes one model after another."""
+    model = apply(built(TRANSFORMER), plans["transformer"])
+    model(*batch_of(TRANSFORMER)).backward()
+    if removed:
+        remove(model)
+    alive = weakref.ref(model), weakref.ref(model.get_parameter("embed.weight"))
+    del model
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
 
 
 def test_a_second_plan_replaces_the_first(planned: nn.Module, graphs: Any) -> None:

@@ -17,6 +17,7 @@ import contextlib
 import inspect
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -165,10 +166,14 @@ class GraphCalls:
         if has_sizes(graph_module) and not self._will_do(graph_module) and self.opens_any:
             raise SizesNotOpen("the graph depends on the sizes of the batch.")
 
+        weakly = weakref.ref(self)
+
         def run(*args: Any) -> Any:
-            call = self.first + self.count
-            self.count += 1
-            return self._execute_call(call, graph_module, args)
+            calls = weakly()
+            assert calls is not None
+            call = calls.first + calls.count
+            calls.count += 1
+            return calls._execute_call(call, graph_module, args)
 
         return torch.compiler.disable(run)
 
@@ -260,13 +265,16 @@ class GraphCalls:
 
 
 class _Backend(Capture):
-    """A backend for Dynamo, for batches of some `masks`; distinct from all others of the same `GraphCalls`."""
+    """A backend for Dynamo, for batches of some `masks`; distinct from all others of the same `GraphCalls`.
+
+    Dynamo keeps every backend and what it compiled for good. So neither holds the graph calls, and with them a model.
+    """
 
     def __init__(self, calls: GraphCalls, masks: Masks):
         self.answers, self.elsewhere, self.opens_sizes = calls.answers, calls.elsewhere, calls.opens_sizes
         self.opens_numbers = calls.opens_numbers
         self.opens_draws = calls.opens_draws
-        self._calls = calls
+        self._calls = weakref.ref(calls)
         self._masks = TracedMasks(masks)
 
     def instead(self, asker: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -285,7 +293,9 @@ class _Backend(Capture):
                 f"{' and no '.join(self._masks.missing)}, which decides whether eager mode needs one; use transformers "
                 "5.17 to 5.23."
             )
-        return self._calls.compile(graph_module, example_inputs)
+        calls = self._calls()
+        assert calls is not None
+        return calls.compile(graph_module, example_inputs)
 
 
 def drop_dead_views(graph_module: fx.GraphModule) -> None:
