@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -176,6 +178,15 @@ def test_what_is_let_go_of_and_what_is_copied_steps_as_ever() -> None:
     step_in_backward(torch.optim.AdamW(model.parameters()))  # nobody holds it
     model(torch.ones(1, WIDTH)).sum().backward()
     assert next(model.parameters()).grad is not None
+
+
+def test_weights_are_freed_with_their_optimizer() -> None:
+    model = made_of()
+    trained(model, step_in_backward(torch.optim.AdamW(model.parameters())))
+    alive = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model
+    gc.collect()
+    assert not any(reference() is not None for reference in alive)
 
 
 # Refusals

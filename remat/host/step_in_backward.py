@@ -98,6 +98,10 @@ def is_stepped_in_backward(parameter: nn.Parameter) -> bool:
     return any(id(parameter) in each.group_of for each in list(_stepping.values()))
 
 
+def _nobody() -> None:
+    return None
+
+
 def _nothing_more(parameter: nn.Parameter) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
@@ -118,7 +122,8 @@ class StepInBackward:
         self._reference = weakref.ref(optimizer)
         self._function = inspect.unwrap(type(optimizer).step)
         self._stepped: dict[int, nn.Parameter] = {}  # in this backward, by id, in order
-        self._following: dict[int, nn.Parameter] = {}  # by id: the one that came next in the backward before
+        # by id: the one that came next in the backward before; weakly, since a parameter's hook holds this object
+        self._following: dict[int, weakref.ref[nn.Parameter]] = {}
         self._settings: dict[int, dict[str, Any]] = {}  # of the groups that this backward used
         self._is_alone = False  # Rule 6, once it is known
         self._took_scaled = getattr(optimizer, _TAKES_SCALED, False)
@@ -171,7 +176,7 @@ class StepInBackward:
         self._settings.setdefault(index, _settings_of(group))
         alone = {**group, "params": [each for each in group["params"] if each is parameter]}
         state = offloaded_state(optimizer)
-        following = self._following.get(id(parameter))
+        following = self._following.get(id(parameter), _nobody)()
         with (
             self.around(parameter),
             torch.no_grad(),
@@ -242,7 +247,7 @@ class StepInBackward:
     def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Prepare the next step when `optimizer.step()` is over."""
         if self._stepped:
-            self._following = {id(p): after for p, after in itertools.pairwise(self._stepped.values())}
+            self._following = {id(p): weakref.ref(after) for p, after in itertools.pairwise(self._stepped.values())}
         self._forget(optimizer)
         self._find_parameters(optimizer)
 
