@@ -41,6 +41,11 @@ def other():
 def raises():
     return {}["nothing"]
 
+def imports_relatively():
+    from . import neighbour
+
+made = stack()
+
 def returns_three():
     return 3
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import pickle
 import types
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from remat import models
-from remat.errors import PlanMismatch, UsageError
+from remat.errors import CaptureError, PlanMismatch, UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Plan, Region, to_refs
 from remat.execution.apply import apply, counts_of, remove
@@ -172,6 +176,15 @@ def test_an_exception_in_forward_leaves_the_model_fit_for_the_next_step(planned:
     assert same(found, expected[1])
 
 
+def test_a_batch_that_the_model_refuses_raises_the_models_own_error(plans: dict[str, Plan]) -> None:
+    model, (images, labels) = apply(built(CONVNET), plans["convnet"]), batch_of(CONVNET)
+    for _ in range(2):  # before the first step, and after it
+        with pytest.raises(RuntimeError, match=r"expected input.* to have 3 channels, but got 2"):
+            model(images[:, :2], labels)
+        loss_of(CONVNET, model, (images, labels)).backward()
+    assert counts_of(model).regions
+
+
 # Batches of another size
 
 
@@ -306,6 +319,19 @@ def test_a_plan_is_applied_from_its_file(tmp_path: Path, plans: dict[str, Plan])
     assert counts_of(model).regions == 4
 
 
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_model_that_is_dropped_is_freed_with_its_weights(removed: bool, plans: dict[str, Plan]) -> None:
+    """Dynamo keeps what it traced until the process ends; a search over settings makes one model after another."""
+    model = apply(built(TRANSFORMER), plans["transformer"])
+    model(*batch_of(TRANSFORMER)).backward()
+    if removed:
+        remove(model)
+    alive = weakref.ref(model), weakref.ref(model.get_parameter("embed.weight"))
+    del model
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
+
+
 def test_a_second_plan_replaces_the_first(planned: nn.Module, graphs: Any) -> None:
     trained(TRANSFORMER, planned)
     graph = graphs["transformer"][1]
@@ -341,6 +367,13 @@ def patched_forward(self: Transformer, ids: torch.Tensor, labels: torch.Tensor) 
     return Transformer.forward(self, ids, labels)
 
 
+def test_a_trained_model_is_exported_for_evaluation(planned: nn.Module) -> None:
+    ids, labels = batch_of(TRANSFORMER)
+    planned(ids, labels).backward()
+    exported = torch.export.export(planned.eval(), (ids,)).module()
+    assert torch.equal(exported(ids), planned(ids))
+
+
 # What does not fit
 
 
@@ -366,6 +399,43 @@ def test_a_plan_without_autocast_is_refused_under_it(planned: nn.Module) -> None
 def test_parameters_of_another_dtype_are_refused(planned: nn.Module) -> None:
     planned.to(torch.bfloat16)
     with pytest.raises(PlanMismatch, match=r"parameters of \['float32'\], this model has \['bfloat16'\]"):
+        planned(*batch_of(TRANSFORMER))
+
+
+@pytest.mark.parametrize("inner_first", [False, True])
+def test_a_plan_within_a_planned_model_is_refused(inner_first: bool, plans: dict[str, Plan]) -> None:
+    model = built(TRANSFORMER)
+    parts = [model, model.get_submodule("layers.1")]
+    for part in reversed(parts) if inner_first else parts:
+        apply(part, plans["transformer"])
+    with pytest.raises(PlanMismatch, match=r"other plans are applied inside of this model \(on layers.1\)"):
+        model(*batch_of(TRANSFORMER))
+
+
+def test_a_model_with_a_plan_is_not_planned(planned: nn.Module) -> None:
+    around = nn.Sequential(planned)
+    with pytest.raises(CaptureError, match="a model that a plan is applied to"):
+        FakeStep(dataclasses.replace(TRANSFORMER, build=lambda: around), device=CPU)
+
+
+def test_a_scripted_module_is_refused_by_name() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch: deprecated
+        model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.ReLU()))
+    with pytest.raises(CaptureError, match=r"a module of TorchScript \(1\), which cannot be traced"):
+        FakeStep(dataclasses.replace(TRANSFORMER, build=lambda: model), device=CPU)
+
+
+def test_lazy_parameters_are_refused_by_name(plans: dict[str, Plan]) -> None:
+    lazy = nn.Sequential(nn.LazyLinear(4))
+    with pytest.raises(CaptureError, match=r"0.weight, 0.bias get a shape in its first forward. Let `build` run"):
+        FakeStep(dataclasses.replace(TRANSFORMER, build=lambda: lazy), device=CPU)
+    with pytest.raises(PlanMismatch, match=r"0.weight, 0.bias get theirs in the first forward of a lazy module"):
+        apply(lazy, plans["transformer"])(torch.ones(2, 2))
+
+
+def test_a_step_under_a_dispatch_mode_is_refused_with_a_remedy(planned: nn.Module) -> None:
+    with FlopCounterMode(display=False), pytest.raises(PlanMismatch, match=r"FlopCounterMode is one.*without the plan"):
         planned(*batch_of(TRANSFORMER))
 
 

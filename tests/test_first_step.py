@@ -365,13 +365,13 @@ def test_a_step_may_take_its_batch_apart() -> None:
 def test_it_costs_one_forward_and_once() -> None:
     model, run = planned(TRANSFORMER, "every-block")
     forward, untouched = planned_forward(model), list[int]()
-    alone = forward._alone
+    alone = forward._untouched
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         untouched.append(1)
         return alone(*args, **kwargs)
 
-    forward._alone = counted  # type: ignore[method-assign]
+    forward._untouched = counted  # type: ignore[method-assign]
     for seed in range(3):
         step(model, run, TRANSFORMER, seed)
     assert len(untouched) == 1 and not forward.first_step._is_due(0)

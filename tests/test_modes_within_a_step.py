@@ -1,6 +1,6 @@
 """Steps that change their model between forwards: evaluation mode for one of them, parameters frozen for another.
 
-One runs the layers of its model once the model's forward has returned.
+One runs the layers of its model once the model's forward has returned, another calls the model from its own forward.
 """
 
 from __future__ import annotations
@@ -86,6 +86,21 @@ def yielded_step(model: nn.Module, batch: Any) -> torch.Tensor:
     return torch.stack([x.square().mean() for x in model(batch[0])]).sum()
 
 
+class CallsItself(nn.Module):
+    """Its forward of a batch is the loss, and calls the forward of inputs; as in Ultralytics' models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Any) -> torch.Tensor:
+        return self(x[0]).square().mean() if isinstance(x, tuple) else self.layers(x)
+
+
+def called_by_itself_step(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(batch)
+
+
 def batch(samples: int, _: int | None) -> Any:
     return torch.randn(samples, WIDTH), torch.randn(samples, WIDTH)
 
@@ -96,6 +111,7 @@ STEPS = {
         (critic_frozen_step, Adversaries),
         (evaluated_step, mlp),
         (yielded_step, Yielding),
+        (called_by_itself_step, CallsItself),
     )
 }
 

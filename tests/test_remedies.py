@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import remat
-from remat.errors import CaptureError, Infeasible
+from remat.errors import CaptureError, Infeasible, UsageError
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.recording.remedies import describe
@@ -187,8 +187,20 @@ def test_an_error_of_build_itself_is_told_as_it_is() -> None:
     def build() -> nn.Module:
         raise ValueError("no such width")
 
-    with pytest.raises(CaptureError, match="cannot be built on the meta device: no such width"):
+    with pytest.raises(CaptureError, match=r"cannot be built on the meta device: ValueError: no such width\.$"):
         FakeStep(Workload("none", build, rows, squared, batch_size=4), device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("autocast", "bf16", "`autocast` must be torch.bfloat16,"),
+        ("optimizer", "adamw", "`optimizer` must be a function of"),
+    ],
+)
+def test_a_name_where_torchs_own_object_belongs_is_refused(field: str, value: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Workload("named", nn.Identity, rows, squared, batch_size=4, **{field: value})  # type: ignore[arg-type]
 
 
 def accumulating(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -89,3 +89,12 @@ def test_a_request_that_cannot_be_met_is_refused_before_anything_is_recorded(
     with pytest.raises(UsageError, match=says):
         request = PlanRequest.of(**{"budget": "20GiB", **wanted})
         request.require(find_planning_device("h100-80gb"), request.loop(loop))
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"time_limit": 0}, {"time_limit": -1.0}, {"time_limit": "5"}, {"depth": 0}, {"depth": "2"}], ids=str
+)
+def test_a_number_out_of_range_is_refused(wanted: dict[str, Any]) -> None:
+    name, value = next(iter(wanted.items()))
+    with pytest.raises(UsageError, match=f"`{name}={value!r}` is"):
+        PlanRequest.of(**wanted)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -178,6 +180,15 @@ def test_what_is_let_go_of_and_what_is_copied_steps_as_ever() -> None:
     assert next(model.parameters()).grad is not None
 
 
+def test_weights_are_freed_with_their_optimizer() -> None:
+    model = made_of()
+    trained(model, step_in_backward(torch.optim.AdamW(model.parameters())))
+    alive = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model
+    gc.collect()
+    assert not any(reference() is not None for reference in alive)
+
+
 # Refusals
 
 
@@ -190,6 +201,21 @@ def test_accumulation_is_refused_before_a_weight_changes() -> None:
         model(torch.ones(1, WIDTH)).sum().backward()
     optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_second_optimizer_is_refused_before_a_weight_changes_until_the_first_is_gone() -> None:
+    model = made_of()
+    first = step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    trained(model, first)
+    before = [parameter.clone() for parameter in model.parameters()]
+    second = step_in_backward(torch.optim.SGD(model.parameters(), lr=0.2))
+    with pytest.raises(UsageError, match=r"are stepped in backward by another one too.*No weight has changed"):
+        model(torch.ones(1, WIDTH)).sum().backward()
+    assert all(map(torch.equal, before, model.parameters()))
+    model.zero_grad()
+    del first
+    trained(model, second)
+    assert not any(map(torch.equal, before, model.parameters()))
 
 
 def test_a_learning_rate_that_changes_after_backward_is_refused() -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 PACKAGES = ("transformers", "numpy", "peft", "accelerate", "ortools")  # beside torch, which knows its own build
@@ -100,6 +102,12 @@ def hooked(model: nn.Module) -> list[str]:
     return [
         path for path, module in model.named_modules() if path and any(getattr(module, name, None) for name in _HOOKS)
     ]
+
+
+def without_shapes(model: nn.Module) -> list[str]:
+    """List the parameters and buffers of `model` that get a shape in its first forward (torch's lazy modules)."""
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return [name for name, tensor in named if is_lazy(tensor)]
 
 
 def differences(planned: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ import contextlib
 import inspect
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -45,6 +46,7 @@ from remat.capture.attention_masks import (
     masks_of,
 )
 from remat.capture.beside_parameters import carry_over
+from remat.capture.circumstances import without_shapes
 from remat.capture.copies import copied
 from remat.capture.dynamic_shapes import has_sizes, move_sizes_first
 from remat.capture.eager_answers import Answers, Capture, answering, captured_elsewhere
@@ -57,6 +59,7 @@ from remat.capture.model_state import ModelState, SharedState, generators_kept
 from remat.capture.opaque_functions import opaque
 from remat.capture.open_numbers import open_numbers
 from remat.errors import CaptureError, RematError
+from remat.units import first_few
 
 RECOMPILE_LIMIT = 1 << 16
 # Captures of one model class do not count against each other's limit, where this torch can keep them apart.
@@ -163,10 +166,14 @@ class GraphCalls:
         if has_sizes(graph_module) and not self._will_do(graph_module) and self.opens_any:
             raise SizesNotOpen("the graph depends on the sizes of the batch.")
 
+        weakly = weakref.ref(self)
+
         def run(*args: Any) -> Any:
-            call = self.first + self.count
-            self.count += 1
-            return self._execute_call(call, graph_module, args)
+            calls = weakly()
+            assert calls is not None
+            call = calls.first + calls.count
+            calls.count += 1
+            return calls._execute_call(call, graph_module, args)
 
         return torch.compiler.disable(run)
 
@@ -258,13 +265,16 @@ class GraphCalls:
 
 
 class _Backend(Capture):
-    """A backend for Dynamo, for batches of some `masks`; distinct from all others of the same `GraphCalls`."""
+    """A backend for Dynamo, for batches of some `masks`; distinct from all others of the same `GraphCalls`.
+
+    Dynamo keeps every backend and what it compiled for good. So neither holds the graph calls, and with them a model.
+    """
 
     def __init__(self, calls: GraphCalls, masks: Masks):
         self.answers, self.elsewhere, self.opens_sizes = calls.answers, calls.elsewhere, calls.opens_sizes
         self.opens_numbers = calls.opens_numbers
         self.opens_draws = calls.opens_draws
-        self._calls = calls
+        self._calls = weakref.ref(calls)
         self._masks = TracedMasks(masks)
 
     def instead(self, asker: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -283,7 +293,9 @@ class _Backend(Capture):
                 f"{' and no '.join(self._masks.missing)}, which decides whether eager mode needs one; use transformers "
                 "5.17 to 5.23."
             )
-        return self._calls.compile(graph_module, example_inputs)
+        calls = self._calls()
+        assert calls is not None
+        return calls.compile(graph_module, example_inputs)
 
 
 def drop_dead_views(graph_module: fx.GraphModule) -> None:
@@ -425,14 +437,24 @@ def fake_model(
         model = _built(build, "meta")
     except Exception as error:
         if not _reads_data(error):
-            raise CaptureError(f"the model cannot be built on the meta device: {_first_line(error)}") from error
+            raise _not_built(error, " on the meta device") from error
         try:
             with generators_kept():
                 model = _built(build, "cpu")
         except Exception as error:
-            raise CaptureError(f"the model cannot be built: {_first_line(error)}") from error
+            raise _not_built(error) from error
     if not isinstance(model, nn.Module):
         raise CaptureError(f"`build` returned {type(model).__name__}, not a torch.nn.Module.")
+    if scripted := [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]:
+        raise CaptureError(
+            f"`build` returned a model with a module of TorchScript ({scripted[0] or 'the model itself'}), which "
+            "cannot be traced: let it return Python modules, without torch.jit.script or torch.jit.trace."
+        )
+    if unknown := without_shapes(model):
+        raise CaptureError(
+            f"`build` returned a model of lazy modules: {first_few(unknown)} get a shape in its first forward. Let "
+            "`build` run the model once, on a batch of one sample."
+        )
     fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original is kept: its id must stay its own
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -450,6 +472,12 @@ def fake_model(
 def _built(build: Callable[[], nn.Module], device: str) -> nn.Module:
     with torch.device(device):
         return build()
+
+
+def _not_built(error: Exception, where: str = "") -> RematError:
+    """Return the refusal of a `build` that raised `error`; one that says who raised what stands."""
+    said = str(error) if isinstance(error, RematError) else f"{type(error).__name__}: {_first_line(error)}"
+    return CaptureError(f"the model cannot be built{where}: {said.rstrip('.')}.")
 
 
 def _reads_data(error: BaseException | None) -> bool:

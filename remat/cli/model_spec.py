@@ -194,6 +194,11 @@ def call(path: Path, function: str | None) -> Any:
         raise UsageError(f"{path} alone is not enough: name the function that returns the workload, {path}:function.")
     module = load(path)
     make = getattr(module, function, None)
+    if isinstance(make, Workload) or is_trainer(make):
+        raise UsageError(
+            f"{function!r} of {path} is {_a(make)}, and must be a function that returns one: `def make(): return "
+            f"{function}`, and {path}:make."
+        )
     if not callable(make):
         raise UsageError(f"{path} has no function {function!r}{_functions_of(module, function)}")
     if make not in _TRAINERS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from torch import nn
 
@@ -12,6 +12,7 @@ from remat.evaluation.plan import Plan
 from remat.execution.eager.rewrite import Counts
 from remat.execution.executions import executor
 from remat.execution.planned_forward import OnLarger, PlannedForward
+from remat.workload.replaced_forward import forward_under_plan
 from remat.workload.workload import WITH_STEP, Stepped
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -115,8 +116,4 @@ def has_plan(model: nn.Module) -> bool:
 
 
 def _planned_in(model: nn.Module) -> PlannedForward | None:
-    """Return the planned forward of `model`, also from under the wrappers of libraries."""
-    forward = model.__dict__.get("forward")
-    while forward is not None and not isinstance(forward, PlannedForward):
-        forward = getattr(forward, "planned", None) or getattr(forward, "__wrapped__", None)
-    return forward
+    return cast(PlannedForward | None, forward_under_plan(model))

@@ -17,6 +17,7 @@ import gc
 import inspect
 import itertools
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from remat._torch.dynamo import frames_traced
 from remat.capture.attention_masks import PADDING, Masks, takes_mask
-from remat.capture.circumstances import differences, given_to, hooked, state_of, versions
+from remat.capture.circumstances import differences, given_to, hooked, state_of, versions, without_shapes
 from remat.capture.dynamo import (
     GraphCalls,
     SizesNotOpen,
@@ -59,9 +60,9 @@ from remat.fusion.fuse import fused_groups
 from remat.fusion.fused_group import GroupWatch
 from remat.host.copies import Copies
 from remat.host.weights import HostWeights, weights_on_host
-from remat.units import gib
+from remat.units import first_few, gib
 from remat.workload.held_outputs import LastOutputs
-from remat.workload.replaced_forward import own_forwards
+from remat.workload.replaced_forward import UnderPlan, modules_under_plans, own_forwards
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import trainable
 
@@ -85,7 +86,7 @@ UNPACKED = (
 )
 
 
-class PlannedForward:
+class PlannedForward(UnderPlan):
     """The forward of a model that has a plan.
 
     copies  makes copies between device and host; None: chosen for the device at hand
@@ -165,6 +166,11 @@ class PlannedForward:
     def __func__(self) -> Callable[..., Any]:
         return self._root.__func__
 
+    @property
+    def __code__(self) -> types.CodeType:  # which torch.export reads
+        code: types.CodeType = self._root.original.__code__
+        return code
+
     @contextlib.contextmanager
     def called_at(self, at: ModuleForward) -> Iterator[None]:
         """Treat calls as forwards of the module `at` while the context is open."""
@@ -194,7 +200,8 @@ class PlannedForward:
 
     def _verified(self, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """Run `run`, verified as in `FirstStep.run`; an early forward leaves the verification to a later one."""
-        result = self.first_step.run(self._now.number, run, self._alone, (args, kwargs), lambda: self._masks_round)
+        given = args, kwargs
+        result = self.first_step.run(self._now.number, run, self._untouched, given, lambda: self._masks_round)
         if self._is_early:
             self.first_step.expect(self._now.number)
         return result
@@ -206,6 +213,7 @@ class PlannedForward:
                 return self._run(graphs, args, kwargs)
             except (SizesNotOpen, CaptureError):
                 if not graphs.opens_any or graphs.count:
+                    self._raise_own_error(args, kwargs)
                     raise
             graphs = self._current_graphs(less_open=graphs)
 
@@ -217,10 +225,30 @@ class PlannedForward:
         with own_forwards(module.replaced for module in self._modules):
             return original(*args, **kwargs)
 
-    def _alone_on_copies(self, args: Any, kwargs: Any) -> Any:
-        """Run `_alone` on copies of the containers among its arguments."""
+    def _untouched(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward without the plan, also where it calls the model again."""
+        with self._own_forwards():
+            return self.original(*args, **kwargs)
+
+    def _untouched_on_copies(self, args: Any, kwargs: Any) -> Any:
+        """Run `_untouched` on copies of the containers among its arguments."""
         args, kwargs = in_own_containers((args, kwargs))
-        return self._alone(*args, **kwargs)
+        return self._untouched(*args, **kwargs)
+
+    def _raise_own_error(self, args: Any, kwargs: Any) -> None:
+        """Raise the error that the forward also raises without the plan, if it does."""
+        before = ModelState(self.model)
+        try:
+            self._untouched_on_copies(args, kwargs)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise error from None
+        finally:
+            before.put_back()
+
+    def _own_forwards(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which the model and its modules have their own forwards."""
+        return own_forwards(at.replaced for at in (self._root, *self._modules))
 
     def _current_graphs(self, *, less_open: GraphCalls | None = None) -> GraphCalls:
         """Return the graphs that the current forward is traced to.
@@ -342,7 +370,7 @@ class PlannedForward:
             with (
                 without_cache(self.model),
                 self._weights_here(),
-                own_forwards(m.replaced for m in self._modules),
+                self._own_forwards(),
                 self._early.appended_in(self.model),
             ):
                 result = graphs(*args, **kwargs)
@@ -380,7 +408,7 @@ class PlannedForward:
         """Run `_run`, after the model's own forward has had the chance to complete the model."""
         assert self._before is not None
         try:
-            complete(self._before, functools.partial(self._alone_on_copies, args, kwargs))
+            complete(self._before, functools.partial(self._untouched_on_copies, args, kwargs))
         finally:
             if not self._at.fits:  # later, its guards see changes
                 graphs.forget(unsettled)
@@ -429,6 +457,12 @@ class PlannedForward:
 
     def _compare_model(self) -> None:
         self._refuse_sharded()
+        self._refuse_other_plans()
+        if unknown := without_shapes(self.model):
+            raise PlanMismatch(
+                f"the plan is for a model whose parameters have shapes, and {first_few(unknown)} get theirs in the "
+                "first forward of a lazy module: run the model once under torch.no_grad() before training."
+            )
         self._compare_parameters(self.model)
 
     def _refuse_sharded(self) -> None:
@@ -437,6 +471,14 @@ class PlannedForward:
             raise PlanMismatch(
                 "this model is sharded by fully_shard, whose hooks the regions of this plan would run past; "
                 'plan with `execution="modules"`.'
+            )
+
+    def _refuse_other_plans(self) -> None:
+        others = [path for path, forward in modules_under_plans(self.model).items() if forward is not self]
+        if others:
+            raise PlanMismatch(
+                f"other plans are applied inside of this model (on {first_few(others)}), and no region holds them: "
+                "take them out (`remat.remove(module)`), or take the plan of the whole model out."
             )
 
     def _graph_mismatch(self, call: int, graph_module: fx.GraphModule) -> PlanMismatch | None:
@@ -524,8 +566,9 @@ class PlannedForward:
                 + (
                     "make a plan for this model."
                     if count
-                    else "it ran where nothing is captured: under a torch.func transform or a dispatch mode, "
-                    "or with Dynamo disabled."
+                    else "it ran where nothing is captured: under a torch.func transform or a dispatch mode "
+                    "(FlopCounterMode is one), or with Dynamo disabled. Run that without the plan, on "
+                    "`remat.remove(copy.deepcopy(model))` for example."
                 )
             )
 

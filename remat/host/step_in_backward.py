@@ -73,9 +73,10 @@ def step_in_backward(optimizer: _Optimizer, before: BeforeStep | None = None) ->
     Raises:
         UsageError: The class is not one of `torch.optim`, or is LBFGS or SparseAdam; parameters are sharded, or
             `differentiable=True`. In the first backward, before a weight changes: DistributedDataParallel has a
-            parameter, or a GradScaler of this process has scaled a loss. In a later backward: gradients are
-            accumulated, or the backward before failed. In `step()`, when weights have changed: settings changed since
-            backward, or a GradScaler or DistributedDataParallel came after the first backward.
+            parameter, another optimizer steps one in backward, or a GradScaler of this process has scaled a loss. In a
+            later backward: gradients are accumulated, or the backward before failed. In `step()`, when weights have
+            changed: settings changed since backward, or a GradScaler or DistributedDataParallel came after the first
+            backward.
 
     Example:
         >>> optimizer = remat.step_in_backward(torch.optim.AdamW(model.parameters()))
@@ -95,6 +96,10 @@ def stepping_of(optimizer: Any) -> StepInBackward | None:
 def is_stepped_in_backward(parameter: nn.Parameter) -> bool:
     """Return whether some optimizer steps `parameter` in backward."""
     return any(id(parameter) in each.group_of for each in list(_stepping.values()))
+
+
+def _nobody() -> None:
+    return None
 
 
 def _nothing_more(parameter: nn.Parameter) -> contextlib.AbstractContextManager[Any]:
@@ -117,7 +122,8 @@ class StepInBackward:
         self._reference = weakref.ref(optimizer)
         self._function = inspect.unwrap(type(optimizer).step)
         self._stepped: dict[int, nn.Parameter] = {}  # in this backward, by id, in order
-        self._following: dict[int, nn.Parameter] = {}  # by id: the one that came next in the backward before
+        # by id: the one that came next in the backward before; weakly, since a parameter's hook holds this object
+        self._following: dict[int, weakref.ref[nn.Parameter]] = {}
         self._settings: dict[int, dict[str, Any]] = {}  # of the groups that this backward used
         self._is_alone = False  # Rule 6, once it is known
         self._took_scaled = getattr(optimizer, _TAKES_SCALED, False)
@@ -127,8 +133,10 @@ class StepInBackward:
             optimizer.register_step_post_hook(self._end),
             optimizer.register_load_state_dict_post_hook(self._forget),
         ]
-        _stepping[optimizer] = self
         self._find_parameters(optimizer)
+        for other in self._sharing():
+            other._is_alone = False
+        _stepping[optimizer] = self
 
     def let_go(self) -> None:
         """Let the optimizer step after backward again."""
@@ -168,7 +176,7 @@ class StepInBackward:
         self._settings.setdefault(index, _settings_of(group))
         alone = {**group, "params": [each for each in group["params"] if each is parameter]}
         state = offloaded_state(optimizer)
-        following = self._following.get(id(parameter))
+        following = self._following.get(id(parameter), _nobody)()
         with (
             self.around(parameter),
             torch.no_grad(),
@@ -196,9 +204,17 @@ class StepInBackward:
             raise UsageError("a hook has let a gradient go before the optimizer could step in backward.")
 
     def _require_alone(self) -> None:
-        """Raise UsageError for a scaler or DDP before the first weight changes. (Rule 6)"""
+        """Raise UsageError for a scaler, DDP or a second optimizer before the first weight changes. (Rule 6)"""
         if self._is_alone or fakes_are_on():
             return
+        if self._sharing():
+            gc.collect()  # an optimizer that the script has dropped may wait in a cycle
+        if others := self._sharing():
+            count = sum(len(self.group_of.keys() & other.group_of.keys()) for other in others)
+            raise UsageError(
+                f"{count} parameters of this optimizer are stepped in backward by another one too: drop all names of "
+                "the one that is no longer used (`del`). No weight has changed."
+            )
         for each in _alive(GradScaler, DistributedDataParallel):
             if isinstance(each, GradScaler):
                 if each.is_enabled() and has_scaled(each):
@@ -206,6 +222,10 @@ class StepInBackward:
             elif any(id(parameter) in self.group_of for parameter in _summed_by(each)):
                 raise UsageError(f"{_SUMMED} No weight has changed.")
         self._is_alone = True
+
+    def _sharing(self) -> list[StepInBackward]:
+        """Return the steppings of other optimizers that have a parameter of this one."""
+        return [each for each in list(_stepping.values()) if each is not self and each.group_of.keys() & self.group_of]
 
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Check the step in backward when `optimizer.step()` begins. (Rule 4)"""
@@ -227,7 +247,7 @@ class StepInBackward:
     def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Prepare the next step when `optimizer.step()` is over."""
         if self._stepped:
-            self._following = {id(p): after for p, after in itertools.pairwise(self._stepped.values())}
+            self._following = {id(p): weakref.ref(after) for p, after in itertools.pairwise(self._stepped.values())}
         self._forget(optimizer)
         self._find_parameters(optimizer)
 

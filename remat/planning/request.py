@@ -7,6 +7,7 @@ What it may not ask for is refused by `require`, before anything is recorded.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal, TypedDict, Unpack
 
 from remat.costing.planning_device import PlanningDevice
@@ -14,6 +15,7 @@ from remat.errors import UsageError
 from remat.execution import executions
 from remat.execution.base import Execution
 from remat.execution.executions import EAGER
+from remat.formulation.search_space import DEPTH
 from remat.formulation.solution import Limits
 from remat.offloading.link import Link
 from remat.planning.budget import Budget, is_share_of_step, parse_budget, usable_bytes
@@ -202,7 +204,11 @@ class PlanRequest:
         """Make a request from keywords."""
         time_limit, limits = wanted.pop("time_limit", None), wanted.pop("limits", None) or Limits()
         if time_limit is not None:
+            if not isinstance(time_limit, (int, float)) or not 0 < time_limit < math.inf:
+                raise UsageError(f"`time_limit={time_limit!r}` is not a positive number of seconds.")
             limits = dataclasses.replace(limits, time_s=time_limit)
+        if (depth := wanted.get("depth")) not in (None, *range(1, DEPTH + 1)):
+            raise UsageError(f"`depth={depth!r}` is no nesting of regions; choose one from 1 to {DEPTH}.")
         if wanted.get("forms") is None:
             wanted.pop("forms", None)
         numerics = numerics_of(

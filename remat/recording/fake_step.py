@@ -60,7 +60,7 @@ from remat.recording.view_histories import ViewHistories
 from remat.workload.any_optimizer import AnyOptimizer, Closure
 from remat.workload.held_outputs import HeldOutputs
 from remat.workload.reference import references_run_by
-from remat.workload.replaced_forward import ReplacedForward
+from remat.workload.replaced_forward import ReplacedForward, modules_under_plans
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, trainable
 
@@ -173,6 +173,10 @@ class FakeStep:
         self.eager_context = contextlib.nullcontext if elsewhere is None else elsewhere.kernels
         self.known = KnownValues()
         self.model, self.shared = fake_model(workload.build, self.mode, device, workload.step)
+        if modules_under_plans(self.model):
+            raise CaptureError(
+                "`build` returned a model that a plan is applied to: plan the model without it (`remat.remove(model)`)."
+            )
         with self.mode, torch.device(device), self.known.of_batch(), (seen := OnesSeen()):
             self.batch = self._made_batch()
         self.execute_call: Any = execute_plainly
@@ -602,7 +606,7 @@ class FakeStep:
         with without_cache(self.model):
             if traced and not self._is_untraced and self._learns(path, args, kwargs):
                 return self.calls.run(path, args, kwargs)
-            with self._untraced(self.calls.look(path, args, kwargs)), self.calls.alone(path):
+            with self._untraced(self.calls.look(path, args, kwargs)), self.calls.alone():
                 return self._replaced[path].original(*args, **kwargs)
 
     def _learns(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

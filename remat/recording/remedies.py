@@ -23,6 +23,9 @@ _SIZES = (
 )
 _NESTED = ". Nested tensors are not supported: pad to one length"
 _STREAMS = ". A forward that enters CUDA streams cannot be planned: run it on the current stream"
+_RELATIVE = (
+    ". The file is run as a script, which is in no package: import by the package's full name, in a file outside of it"
+)
 _SPARSE = ". Tensors of a sparse layout are not supported: give dense ones"
 
 
@@ -48,6 +51,8 @@ def _remedy(error: BaseException, said: str) -> str:
         return _DATA
     if isinstance(error, DynamicOutputShapeException):
         return _SIZES
+    if "attempted relative import" in said:
+        return _RELATIVE
     if "SparseTensorImpl" in said:
         return _SPARSE
     if said.startswith("AssertionError: User object is no longer alive"):  # Dynamo's, which knows streams by number

@@ -82,11 +82,11 @@ class TracedForwards:
         return self._calls[path].look(args, kwargs)
 
     @contextlib.contextmanager
-    def alone(self, path: str) -> Iterator[None]:
-        """Give all other modules their own forwards while the forward at `path` runs."""
+    def alone(self) -> Iterator[None]:
+        """Give all modules their own forwards while a forward runs, which may call its own module again."""
         self.inside = True
         try:
-            with own_forwards(each for other, each in self._replaced.items() if other != path):
+            with own_forwards(self._replaced.values()):
                 yield
         finally:
             self.inside = False
@@ -101,7 +101,7 @@ class TracedForwards:
         given = given_to(calls.function, args, kwargs)
         self.running = True
         try:
-            with self.alone(path):
+            with self.alone():
                 outputs = calls(*args, **kwargs)
         finally:
             self.running = False

@@ -1,4 +1,4 @@
-"""The forward of a module, replaced for a while."""
+"""The forward of a module, replaced for a while, or for as long as a plan is applied."""
 
 from __future__ import annotations
 
@@ -32,13 +32,31 @@ class ReplacedForward:
             self.module.__dict__.pop("forward", None)
 
 
+class UnderPlan:
+    """Base class of the forwards that run under a plan."""
+
+
+def forward_under_plan(module: nn.Module) -> UnderPlan | None:
+    """Return the forward that a plan gave to `module`, also from under the wrappers of libraries."""
+    forward = module.__dict__.get("forward")
+    while forward is not None and not isinstance(forward, UnderPlan):
+        forward = getattr(forward, "planned", None) or getattr(forward, "__wrapped__", None)
+    return forward
+
+
+def modules_under_plans(model: nn.Module) -> dict[str, UnderPlan]:
+    """Return the forwards that plans gave to `model` and to modules of it, by path."""
+    found = ((path, forward_under_plan(module)) for path, module in model.named_modules())
+    return {path: forward for path, forward in found if forward is not None}
+
+
 @contextlib.contextmanager
 def own_forwards(replaced: Iterable[ReplacedForward]) -> Iterator[None]:
     """Give these modules their own forwards while the context is open."""
     now = [(each, each.module.__dict__.get("forward")) for each in replaced]
-    for each, _ in now:
-        each.take_out()
     try:
+        for each, _ in now:
+            each.take_out()
         yield
     finally:
         for each, forward in now:

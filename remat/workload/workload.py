@@ -60,6 +60,16 @@ class Workload:
         for field in ("build", "batch", "step"):
             if not callable(getattr(self, field)):
                 raise UsageError(f"workload {self.name!r}: `{field}` must be a function.")
+        if self.optimizer is not None and not callable(self.optimizer):
+            raise UsageError(
+                f"workload {self.name!r}: `optimizer` must be a function of the parameters, as a class of torch.optim "
+                f"is, or None, not an object of type {type(self.optimizer).__name__}."
+            )
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
+            raise UsageError(
+                f"workload {self.name!r}: `autocast` must be torch.bfloat16, torch.float16 or None, not "
+                f"{self.autocast!r}."
+            )
         for field in ("batch_size", "seq_len"):
             value = getattr(self, field)
             if value is None and field == "seq_len":

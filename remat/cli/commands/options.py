@@ -134,7 +134,7 @@ class ModelOptions:
 
         Raises UsageError without a model, and with two.
         """
-        if self.model is None and self.trainer is None:
+        if not self.model and not self.trainer:
             raise UsageError(
                 "--model is missing: a ready-made model (see `remat models`), file.py:function, a folder or a hub id."
             )
