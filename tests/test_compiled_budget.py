@@ -32,8 +32,8 @@ from remat.compiled.joint import Joint, Value
 from remat.compiled.losses import in_chunks
 from remat.compiled.outside import Outside, outside_of
 from remat.compiled.partitioner import BudgetPartitioner, Cut, Search
-from remat.compiled.peak import by_call
-from remat.compiled.program import More, Solved, judged, solve
+from remat.compiled.peak import Halves, by_call
+from remat.compiled.program import Choice, More, Solved, judged, solve
 from remat.costing.device_allocator import measure_peak
 from remat.errors import NoPlanInTime, UsageError
 from remat.evaluation.graph import OpKind
@@ -566,6 +566,43 @@ def test_a_table_that_is_corrected_by_a_choice_never_says_that_it_fits_where_it_
 
     torch.compile(built(Tied), backend=backend)(torch.arange(256).view(8, 32) % 64).backward()
     assert said and (True, False) not in said
+
+
+class Misled(Search):
+    """A search whose code needs half as much again as any table says; no choice saves less than 40 bytes."""
+
+    def __init__(self, most_bytes: int):
+        self.most_bytes, self.uses, self.lowered, self.tried = most_bytes, 1, {}, []
+        self.default, self.portfolio = self.saving(200), []
+
+    def saving(self, size: int) -> Choice:
+        return Choice(frozenset({str(size)}), 1000 - size, 1000 - size, size, (size,))
+
+    def lower(self, choice: Choice) -> Halves:
+        needed = 3 * choice.kept_bytes // 2
+        return self.lowered.setdefault(choice.saved, Halves(needed, needed, needed, {}))
+
+    def _more(self, choice: Choice) -> More:
+        return More(0, (0,))
+
+    def _corrected(self, more: More, choice: Choice) -> More:  # learns nothing
+        return more
+
+    def solve(self, most_bytes: int, more: More, start: Choice, *, least: bool = False) -> Solved:
+        size = 40 if least else most_bytes
+        return Solved(self.saving(size) if size >= 40 else None, 0.0)
+
+
+@pytest.mark.parametrize("most", [200, 100, 70])
+def test_where_a_table_says_too_little_the_program_is_solved_for_a_lower_limit(most: int) -> None:
+    found = Misled(most).run()
+    assert found is not None
+    needed = 3 * found[0].kept_bytes // 2
+    assert 0.94 * most <= needed <= most
+
+
+def test_what_exceeds_at_every_limit_is_not_handed_out() -> None:
+    assert Misled(59).run() is None
 
 
 # What is kept on disk

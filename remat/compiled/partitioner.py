@@ -8,6 +8,7 @@ torch's partitioner cuts, and all that it does afterwards is its own; only the c
    counted to the values that the answer makes again there. Where the program has no answer, the choice that needs
    least, and PyTorch's at every ratio of its memory budget, are lowered instead. After `ROUNDS` of this at most, the
    cheapest that really fits is handed out.
+3. Where the first `MISSES` choices exceed, the default's table is solved for lower limits than asked.
 
 So no choice is handed out whose compiled code exceeds the budget. Where nothing fits, `NoPlanInTime` names the least
 peak that was seen: another choice may need less. Where the budget is too small for the bytes that no choice changes,
@@ -42,6 +43,9 @@ from remat.units import gib, ms
 log = logging.getLogger(__name__)
 RATIOS = tuple(tenth / 10 for tenth in range(10))
 ROUNDS = 6
+MISSES = 3
+HALVINGS = 6
+NEAR = 0.01  # of what a graph may need: limits that are not told apart
 ALIKE = 0.002  # of what a graph may need: where table and code differ by less, the table's answer is the last
 WORTH = 0.005  # of the price: an answer that saves less is not lowered
 NO_LIMIT = 1 << 62
@@ -311,26 +315,58 @@ class Search:
         """
         if self.fits_by_default:
             return self.default, None
-        last, more, is_of_one = self.default, self._more(self.default), True
+        first = self._more(self.default)
+        bound = self._learn(first)
+        if self._cheapest() is None:
+            self._tighten(first)
+        if (best := self._cheapest()) is None:
+            return None
+        if bound is None:
+            bound = self.solve(self.most_bytes, self._more(best), best).bound_us
+        return best, bound if math.isfinite(bound) else 0.0  # the code needs less than its table
+
+    def _learn(self, more: More) -> float | None:
+        """Lower the program's answers, and correct its table by the code of each.
+
+        Returns the last bound; None where the table was corrected by the code of several choices.
+        """
+        last, is_of_one, bound = self.default, True, 0.0
         for _ in range(ROUNDS):
             solved = self.solve(self.most_bytes, more, last)
+            bound = solved.bound_us
             if (found := self._next(self._answers(solved, more), more)) is None:
                 break
             last = found
             self.tried.append(last)
             if not self.fits(last):
                 more, is_of_one = self._corrected(more, last), False
+                if len(self.tried) == MISSES and self._cheapest() is None:
+                    break
             elif abs(more.peak_bytes(last) - self.needs(self.lower(last))) <= ALIKE * self.most_bytes:
                 break
             else:  # what was learned of other choices stays
                 more, is_of_one = dataclasses.replace(self._more(last), making=more.making), not more.making
         else:
             is_of_one = False
-        if (best := self._cheapest()) is None:
-            return None
-        if not is_of_one:
-            solved = self.solve(self.most_bytes, self._more(best), best)
-        return best, solved.bound_us if math.isfinite(solved.bound_us) else 0.0  # the code needs less than its table
+        return bound if is_of_one else None
+
+    def _tighten(self, more: More) -> None:
+        """Solve a table for lower limits than asked, whose answers need more bytes than it says.
+
+        First for as much less as an answer exceeds, then halfway between a limit that is met and one that is not.
+        """
+        low, high, last = 0, self.most_bytes, self.default
+        limit = high - min((self.needs(self.lower(each)) - high for each in self.tried), default=0)
+        for _ in range(HALVINGS):
+            solved = self.solve(limit, more, last)
+            if (last := solved.choice or last) is solved.choice:
+                self.tried.append(last)
+            low, high = (low, limit) if solved.choice is not None and not self.fits(last) else (limit, high)
+            if high - low <= NEAR * self.most_bytes:
+                break
+            limit = (low + high) // 2
+        if self._cheapest() is None:
+            self.tried += sorted(self.portfolio, key=more.peak_bytes)[:MISSES]
 
     def _answers(self, solved: Solved, more: More) -> list[Choice]:
         """List the choices that may be lowered next: the program's, or while nothing fits those that need least."""
