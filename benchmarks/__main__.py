@@ -18,6 +18,7 @@ LONG = (
     "machinery",
     "compiled_budgets",
     "fits",
+    "token_caps",
     "fragmentation",
     "published",
     "matrix",

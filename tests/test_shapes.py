@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn import functional as F
 
+import remat
 from remat import models
 from remat.capture.dynamic_shapes import move_sizes_first
 from remat.capture.dynamo import GraphCalls
@@ -22,6 +24,8 @@ from remat.costing.device_allocator import measure_peak
 from remat.errors import CaptureError
 from remat.execution import planned_forward as applying
 from remat.execution.apply import apply, counts_of, planned_forward
+from remat.formulation.solution import Limits
+from remat.models.common import packed, padded
 from remat.recording.fake_step import autocast_context
 from remat.validation.kernel_log import KernelLog
 from remat.workload.workload import Workload
@@ -114,6 +118,22 @@ def test_kernels_at_a_shape_that_was_not_traced_are_those_of_the_untouched_model
         assert counts_of(model).regions > 0
     assert traces(model) == known == 2  # the last shape was not traced
     assert found.found == expected.found
+
+
+@pytest.mark.parametrize("masked", [padded, pytest.param(packed, marks=pytest.mark.exhaustive)])
+def test_a_loss_in_chunks_of_padded_or_packed_text_trains_at_other_lengths(
+    masked: Callable[[Workload], Workload],
+) -> None:
+    pytest.importorskip("transformers")
+    alone = dataclasses.replace(models.TEST_SIZES["gpt2"](), optimizer=None)
+    workload = masked(alone.sized(2, 32)).sized(2, 96)
+    plan = remat.plan(workload, budget="55%step", target="cpu", limits=Limits(time_s=5))
+    assert plan.about["chunks"]  # its logits are withheld, by a node in front of the graph's inputs
+    model, untouched = apply(built(workload), plan), built(workload)
+    for length in (96, 80, 75):
+        left, right = (gradients(workload, each, 2, length) for each in (model, untouched))
+        assert max((a - b).norm() / b.norm() for a, b in zip(left, right, strict=True)) < 0.01
+    assert traces(model) == 2
 
 
 @pytest.mark.exhaustive
