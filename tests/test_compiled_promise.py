@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import remat
 from remat.compiled import backend, partitioner
+from remat.compiled.asked import Weakly
 from remat.compiled.outside import Outside, outside_of
 from remat.compiled.partitioner import BudgetPartitioner
 from remat.compiled.promise import CompiledStep
@@ -319,6 +322,24 @@ def test_the_backend_checks_its_options_too(options: dict[str, Any] | None, mess
 def test_a_function_is_no_model() -> None:
     with pytest.raises(UsageError, match="not function"):
         remat.compile(batch, "1GiB")  # type: ignore[arg-type]
+
+
+def test_a_compiled_model_that_is_dropped_is_freed_with_its_optimizer() -> None:
+    model = Block()
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = remat.compile(model, budget="1GiB", optimizer=optimizer)
+    compiled(batch()).sum().backward()
+    optimizer.step()
+    alive = [weakref.ref(each) for each in (model, optimizer, next(model.parameters()))]
+    del model, optimizer, compiled
+    gc.collect()
+    assert [each() for each in alive] == [None] * 3
+
+
+def test_an_optimizer_that_is_not_kept_counts_as_one_of_its_class() -> None:
+    option = Weakly.of([torch.optim.SGD(Block().parameters(), lr=1.0)])
+    gc.collect()
+    assert Weakly.held(option) == [torch.optim.SGD]
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

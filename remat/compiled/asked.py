@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any, get_args
 
 import torch
@@ -61,6 +62,37 @@ class Asked:
     @property
     def outside_bytes(self) -> int:
         return _bytes("outside", self.outside)
+
+
+class Weakly:
+    """A model or an optimizer among the options of a compilation, which Dynamo keeps for good and these must not be.
+
+    An optimizer that is gone, as one that only says how a loop elsewhere trains, counts as one of its class.
+    """
+
+    def __init__(self, held: Any):
+        self._reference, self._class = weakref.ref(held), type(held)
+
+    def __call__(self) -> Any:
+        found = self._reference()
+        return self._class if found is None and issubclass(self._class, torch.optim.Optimizer) else found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Weakly, (self._reference(),)
+
+    @staticmethod
+    def of(option: Any) -> Any:
+        """Return `option`; a model, or an optimizer, is held weakly."""
+        if isinstance(option, list | tuple):
+            return [Weakly.of(each) for each in option]
+        return Weakly(option) if isinstance(option, nn.Module | torch.optim.Optimizer) else option
+
+    @staticmethod
+    def held(option: Any) -> Any:
+        """Return what `of` was given."""
+        if isinstance(option, list):
+            return [Weakly.held(each) for each in option]
+        return option() if isinstance(option, Weakly) else option
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(Asked))

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from remat._torch.dynamo import ddp_around, passed_on
 from remat._torch.inductor import chosen_decompositions, compiling_with, inductor_with
-from remat.compiled.asked import NAMES, Asked
+from remat.compiled.asked import NAMES, Asked, Weakly
 from remat.compiled.promise import CompiledStep, Promise
 from remat.errors import RematError, UsageError
 from remat.execution.planned_forward import OnLarger
@@ -77,7 +77,7 @@ def compile(
     of_inductor = dict(options.pop("options", None) or {})
     asked = Asked(budget, optimizer, accumulation, outside, uses, holds, numerics, on_larger, model, mode)
     _inductor(mode, of_inductor)
-    given = of_inductor | {name: getattr(asked, name) for name in NAMES} | {"step": CompiledStep()}
+    given = of_inductor | {name: Weakly.of(getattr(asked, name)) for name in NAMES} | {"step": CompiledStep()}
     name_losses(model)
     compiled: nn.Module = torch.compile(model, backend=remat, options=given, **options)  # type: ignore[assignment]
     given["step"].warn_where_none_of(compiled, model, is_set_aside=asked.outside_bytes > 0)
@@ -127,7 +127,7 @@ def _compiled(
             f'the backend "remat" needs a budget, and was given {found}: torch.compile(model, backend="remat", '
             'options={"budget": "20GiB"}). A plan file is for steps that run uncompiled.'
         )
-    asked = Asked(**{name: value for name, value in options.items() if name in NAMES})
+    asked = Asked(**{name: Weakly.held(value) for name, value in options.items() if name in NAMES})
     given = {name: value for name, value in options.items() if name not in (*NAMES, "step")}
     step = _step_of(asked, options)
     inductor = _inductor(mode or asked.mode, given)

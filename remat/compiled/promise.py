@@ -138,7 +138,8 @@ class Promise:
     def __init__(
         self, key: Any, step: CompiledStep, asked: Asked, outside: Outside, graph: fx.Graph, inputs: Sequence[Any]
     ):
-        self.key, self.step, self.asked, self.outside = key, step, asked, outside
+        self.key, self.step, self.outside = key, step, outside
+        self.asked = dataclasses.replace(asked, model=None, optimizer=None)  # which Dynamo would keep for good
         self.place, self.opened = place_of(graph), _opened(graph)
         self.planned = sum(hinted(inputs[i].numel()) for i in self.opened)
         self.largest = self.planned  # that a warning was given for

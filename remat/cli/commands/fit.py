@@ -132,8 +132,8 @@ def _cap_text(cap: dict[str, int]) -> str:
         return f"{tokens}, packed into one row"
     return (
         f"{tokens}, counted as rows x tokens of the longest row\n"
-        f"  rows of up to {cap['longest']:,} tokens, at most {cap['rows']:,} rows\n"
-        "  The plan fits every such batch. Below it is planned for the longest rows."
+        f"  at most {cap['longest']:,} tokens in a row, and {cap['rows']:,} rows\n"
+        "  The plan fits every such batch. Its figures are for the longest rows."
     )
 
 
