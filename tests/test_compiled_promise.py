@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import itertools
 import pickle
@@ -336,10 +337,18 @@ def test_a_compiled_model_that_is_dropped_is_freed_with_its_optimizer() -> None:
     assert [each() for each in alive] == [None] * 3
 
 
-def test_an_optimizer_that_is_not_kept_counts_as_one_of_its_class() -> None:
-    option = Weakly.of([torch.optim.SGD(Block().parameters(), lr=1.0)])
+@pytest.mark.parametrize("again", [lambda option: option, copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_an_optimizer_that_is_not_kept_counts_with_its_settings(again: Callable[[Any], Any]) -> None:
+    makers: list[Callable[..., Any]] = [
+        functools.partial(torch.optim.SGD, momentum=0.9),
+        functools.partial(torch.optim.AdamW, amsgrad=True),
+    ]
+    option = Weakly.of([make(Block().parameters()) for make in makers])
     gc.collect()
-    assert Weakly.held(option) == [torch.optim.SGD]
+    for made, make in zip(Weakly.held(again(option)), makers, strict=True):
+        kept, expected = made(Block().parameters()), make(Block().parameters())
+        assert type(kept) is type(expected)
+        assert kept.defaults == expected.defaults
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

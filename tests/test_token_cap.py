@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ from remat.evaluation.plan import TOKEN_CAP, Plan
 from remat.formulation.solution import Limits
 from remat.integrations.token_batches import TokenBatches, TokenCap
 from remat.planning.estimate import estimate
-from remat.planning.micro_batches import Window
-from remat.planning.token_cap import CLOSE, edge, most_tokens
+from remat.planning.micro_batches import MOST, Window
+from remat.planning.token_cap import CLOSE, BatchShape, _PaddedCap, edge, most_tokens
 from tests.cached import cached
 from tests.test_fitting import CONVNET, TARGET, WIDE, at, search
 from tests.toys import CPU, plan_by_hand
@@ -105,6 +106,31 @@ def test_a_packed_row_is_as_long_as_the_budget_allows() -> None:
     assert not longer.feasible(1, accumulates=False)
 
 
+class Rounded(_PaddedCap):
+    """A cap whose batches need bytes for each token, for each row, and for lengths rounded up by a kernel."""
+
+    def __init__(self, longest: int, limit: int, of_row: int, of_kernel: int, multiple: int):
+        super().__init__(SimpleNamespace(workload=TEXT.sized(seq_len=longest)))  # type: ignore[arg-type]
+        self.limit, self.of_row, self.of_kernel, self.multiple = limit, of_row, of_kernel, multiple
+
+    def _excess(self, plan: Any, shape: BatchShape) -> int:
+        up = -(-shape.length // self.multiple) * self.multiple
+        return shape.rows * (10 * shape.length + self.of_kernel * up + self.of_row) - self.limit
+
+
+@given(st.integers(128, 500), st.integers(1, 40), st.integers(0, 50), st.integers(0, 1), st.sampled_from([1, 8, 32]))
+def test_the_limit_on_rows_holds_for_every_length(
+    longest: int, rows: int, of_row: int, of_kernel: int, multiple: int
+) -> None:
+    tokens = rows * longest
+    full = Rounded(longest, 0, of_row, of_kernel, multiple)._excess(None, BatchShape(rows, longest))
+    search = Rounded(longest, full * 105 // 100, of_row, of_kernel, multiple)
+    most = search._most_rows(None, tokens)  # type: ignore[arg-type]
+    assert rows <= most <= tokens // 2
+    for length in range(2, longest + 1):
+        assert search._excess(None, BatchShape(min(most, tokens // length), length)) <= 0
+
+
 def test_images_have_no_token_cap() -> None:
     with pytest.raises(UsageError, match="has no sequences"):
         most_tokens(CONVNET, target=TARGET, budget=1 << 30)
@@ -117,11 +143,12 @@ def test_the_edge_is_the_most_tokens_that_fit(fixed: int, slope: int, square: in
         return fixed + slope * tokens + square * tokens**2
 
     asked: list[int] = []
-    if slope + square == 0:
-        return  # nothing grows: no number is the most
     found = edge(need, limit, start)
     if found is None:
         assert need(3) > limit
+        return
+    if found >= MOST:
+        assert need(found) <= limit
         return
     assert need(found) <= limit < need(found + max(int(CLOSE * found), 1) + 1)
     assert max(asked) <= max(2 * found, start) + 2

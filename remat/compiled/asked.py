@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
@@ -67,18 +70,19 @@ class Asked:
 class Weakly:
     """A model or an optimizer among the options of a compilation, which Dynamo keeps for good and these must not be.
 
-    An optimizer that is gone, as one that only says how a loop elsewhere trains, counts as one of its class.
+    An optimizer that is gone, as one that only says how a loop elsewhere trains, counts as one with its settings.
     """
 
-    def __init__(self, held: Any):
-        self._reference, self._class = weakref.ref(held), type(held)
+    def __init__(self, held: Any, again: Callable[..., Any] | None = None):
+        self._reference: Callable[[], Any] = _nothing if held is None else weakref.ref(held)
+        self._again = _made_again(held) if isinstance(held, torch.optim.Optimizer) else again
 
     def __call__(self) -> Any:
         found = self._reference()
-        return self._class if found is None and issubclass(self._class, torch.optim.Optimizer) else found
+        return self._again if found is None else found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Weakly, (self._reference(),)
+        return Weakly, (self._reference(), self._again)
 
     @staticmethod
     def of(option: Any) -> Any:
@@ -93,6 +97,16 @@ class Weakly:
         if isinstance(option, list):
             return [Weakly.held(each) for each in option]
         return option() if isinstance(option, Weakly) else option
+
+
+def _nothing() -> None:
+    return None
+
+
+def _made_again(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Return what makes an optimizer with the settings of this one."""
+    known = inspect.signature(type(optimizer)).parameters
+    return functools.partial(type(optimizer), **{k: v for k, v in optimizer.defaults.items() if k in known})
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(Asked))

@@ -359,9 +359,13 @@ class Search:
         limit = high - min((self.needs(self.lower(each)) - high for each in self.tried), default=0)
         for _ in range(HALVINGS):
             solved = self.solve(limit, more, last)
-            if (last := solved.choice or last) is solved.choice:
+            if solved.choice is not None:
+                last = solved.choice
                 self.tried.append(last)
-            low, high = (low, limit) if solved.choice is not None and not self.fits(last) else (limit, high)
+            if solved.choice is None or self.fits(last):
+                low = limit
+            else:
+                high = limit
             if high - low <= NEAR * self.most_bytes:
                 break
             limit = (low + high) // 2

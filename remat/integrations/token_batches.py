@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -32,6 +33,8 @@ class TokenCap:
 
     def holds(self, rows: int, longest: int, total: int) -> bool:
         """Return whether `rows` rows of `total` tokens, the longest of `longest`, are within the cap."""
+        if longest > self.longest:
+            return False
         return total <= self.tokens if self.packed else rows <= self.rows and rows * longest <= self.tokens
 
 
@@ -39,11 +42,11 @@ class TokenBatches(Sampler[list[int]]):
     """A batch sampler: lists of row numbers, each list within the token cap of a plan.
 
     Rows of similar length come together, so that little is padding. Where the plan is for packed rows, a list holds the
-    sequences of one row.
+    sequences of one row. Under DistributedDataParallel give each rank rows of its own, with as many batches.
 
     Args:
         lengths: Tokens of each row of the data set.
-        plan: A plan of `remat.most_tokens`.
+        plan: A plan of `remat.most_tokens`, or its file.
         shuffle: Whether rows and batches come in a random order, another in each epoch.
         seed: Of that order.
 
@@ -55,9 +58,11 @@ class TokenBatches(Sampler[list[int]]):
         >>> loader = DataLoader(data, batch_sampler=batches, collate_fn=pad)
     """
 
-    def __init__(self, lengths: Sequence[int], plan: Plan, *, shuffle: bool = True, seed: int = 0):
-        self.lengths, self.cap, self.shuffle, self.seed = list(lengths), TokenCap.of(plan), shuffle, seed
-        self.epoch = 0
+    def __init__(
+        self, lengths: Sequence[int], plan: Plan | str | os.PathLike[str], *, shuffle: bool = True, seed: int = 0
+    ):
+        self.cap = TokenCap.of(plan if isinstance(plan, Plan) else Plan.load(plan))
+        self.lengths, self.shuffle, self.seed, self.epoch = list(lengths), shuffle, seed, 0
         longest = max(self.lengths, default=0)
         if longest > self.cap.longest:
             raise UsageError(
@@ -66,7 +71,7 @@ class TokenBatches(Sampler[list[int]]):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of `epoch`, as `DistributedSampler.set_epoch` does."""
+        """Choose the order of `epoch`; each full pass goes on to the next by itself."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -78,7 +83,7 @@ class TokenBatches(Sampler[list[int]]):
         return len(self._batches())
 
     def _batches(self) -> list[list[int]]:
-        order = self._shuffled(range(len(self.lengths)), 0)
+        order = self._order(len(self.lengths), 0)
         if self.cap.packed:
             return self._grouped(order)
         mean = max(sum(self.lengths) // max(len(order), 1), 1)
@@ -86,7 +91,7 @@ class TokenBatches(Sampler[list[int]]):
         batches = list[list[int]]()
         for begin in range(0, len(order), pool):
             batches += self._grouped(sorted(order[begin : begin + pool], key=self.lengths.__getitem__))
-        return [batches[i] for i in self._shuffled(range(len(batches)), 1)]
+        return [batches[i] for i in self._order(len(batches), 1)]
 
     def _grouped(self, order: Sequence[int]) -> list[list[int]]:
         """Fill batches with rows in `order`."""
@@ -101,8 +106,8 @@ class TokenBatches(Sampler[list[int]]):
                 longest, total = length, length
         return batches
 
-    def _shuffled(self, numbers: Sequence[int], salt: int) -> list[int]:
+    def _order(self, count: int, salt: int) -> list[int]:
         if not self.shuffle:
-            return list(numbers)
-        generator = torch.Generator().manual_seed(self.seed + 2 * self.epoch + salt)
-        return torch.randperm(len(numbers), generator=generator).tolist()
+            return list(range(count))
+        generator = torch.Generator("cpu").manual_seed((self.seed << 32) + 2 * self.epoch + salt)
+        return torch.randperm(count, generator=generator, device="cpu").tolist()

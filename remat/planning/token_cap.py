@@ -3,14 +3,15 @@
 A batch has a shape: `rows`, and the tokens of the longest of them, to which all are padded. It counts rows x longest
 tokens. Or sequences are packed end to end into one row, and the row's tokens count.
 
-Rule 1  Among the shapes under a cap, the peak of one plan is greatest at an end: rows as long as allowed, or as many
-        rows as allowed. For the bytes of a storage grow with rows, with tokens, and with tokens x length, so at a fixed
-        number of tokens every sum of them is convex in the length. Both ends are recorded and evaluated under the plan.
-        So is a length one below the longest, since some kernels pad odd lengths.
-Rule 2  The plan is made for the longest rows. Where another shape needs more bytes under it than the budget, the plan
-        is made again within as many bytes less.
-Rule 3  Kernels pad very short rows to a multiple of their own. Where the shortest rows exceed the budget, the number of
-        rows is limited too.
+Rule 1  Among the shapes under a cap, the requested peak of one plan is greatest at an end: rows as long as allowed, or
+        as many rows as allowed. For the bytes of a storage grow with rows, with tokens, and with tokens x length, so at
+        a fixed number of tokens every sum of them is convex in the length. Both ends are recorded and evaluated under
+        the plan. So is a length one below the longest, since some kernels pad odd lengths.
+Rule 2  The plan is made for the longest rows; where part of a row more fits, for one row more of less length. Where
+        another long shape needs more bytes under it than the budget, the plan is made again within as many bytes less.
+Rule 3  Kernels pad rows to a multiple of their own, which costs short rows most. Where the shortest rows exceed the
+        budget, the number of rows is limited too: to that of a length whose rows fit. Lengths one above powers of two
+        are tried, since those are padded most.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, Unpack
+from typing import Unpack
 
 from remat.capture.model_state import generators_kept
 from remat.costing.planning_device import find_planning_device
@@ -27,10 +28,11 @@ from remat.costing.profile import Profile
 from remat.errors import Infeasible, RematError, UsageError
 from remat.evaluation.form import Form, form_of
 from remat.evaluation.plan import TOKEN_CAP, Plan
+from remat.planning.budget import Budget
 from remat.planning.checking import limit_bytes, needed_bytes
 from remat.planning.estimate import estimate_under, recorded_for
 from remat.planning.fit import Sizing, fewer, first_reserving
-from remat.planning.micro_batches import MicroBatches, Window, between, largest
+from remat.planning.micro_batches import MOST, MicroBatches, Window, between, largest
 from remat.planning.request import PlanRequest, Wanted
 from remat.workload.training_loop import TrainingLoop, is_power_of_two
 from remat.workload.workload import Workload
@@ -63,7 +65,8 @@ def most_tokens(
     """Find the most tokens that a micro-batch may have within a budget, and one plan for all of them.
 
     Without `packed`, rows of at most `workload.seq_len` tokens are padded to the longest of their batch, and a batch
-    has rows x longest tokens. With `packed`, the batch is one row of `workload.batch(1, tokens)`.
+    has rows x longest tokens. With `packed`, the batch is `workload.batch(1, tokens)`: one row, with the position ids
+    that tell its sequences apart.
 
     Args:
         workload: The training step; its `seq_len` is the length of the longest row.
@@ -76,11 +79,14 @@ def most_tokens(
 
     Returns:
         The plan. `plan.about["token_cap"]` has the most `tokens` of a batch, the most `rows`, and `longest`, the
-        most tokens of a row. No batch within all three exceeds the budget. `remat.TokenBatches` makes such batches.
+        most tokens of a row. No batch within all three requests more than the budget. `remat.TokenBatches` makes such
+        batches.
 
     Raises:
-        Infeasible: Not even one row of the longest length fits.
-        UsageError: The workload has no sequences, or an argument is wrong.
+        Infeasible: Not even one row fits: one of the longest length, or packed, of two tokens.
+        NoPlanInTime: A time limit came first.
+        UsageError: The workload has no sequences, the execution is one whose plans are replayed, or an argument is
+            wrong.
 
     Example:
         >>> plan = remat.most_tokens(workload, budget="20GiB")
@@ -94,6 +100,8 @@ def most_tokens_of(sizing: Sizing, *, packed: bool) -> Plan:
     """Run `most_tokens` for a Sizing."""
     if sizing.workload.seq_len is None:
         raise UsageError(f"{sizing.workload.name} has no sequences; ask for the largest micro-batch.")
+    if not sizing.request.how.runs_as_evaluated:
+        raise UsageError(f"a cap on tokens is for eager plans; leave out `execution={sizing.request.execution!r}`.")
     search = _PackedCap(sizing) if packed else _PaddedCap(sizing)
     return first_reserving(search.caps(), search.plan)[1]
 
@@ -120,41 +128,37 @@ class _Cap:
 
     def plan(self, tokens: int) -> Plan:
         """Return a plan that fits every shape under a cap. Raises Infeasible. (Rules 1 and 2)"""
-        asked, (first, *others) = self.sizing.budget, self.shapes(tokens)
-        budget, window = asked, self._window(first.rows)
+        budget, (first, *others) = self.sizing.budget, self.shapes(tokens)
+        window = self._window(first.rows)
         for _ in range(ROUNDS):
             made = dataclasses.replace(self.sizing, budget=budget).micro_batches(first.length).plan(window)
-            excess = max((self._excess(made, shape) for shape in others), default=0)
+            excess = max((self._excess(made, shape) or 0 for shape in others), default=0)
             if excess <= 0:
-                about = {**made.about, TOKEN_CAP: self.cap(made, tokens)}
-                return dataclasses.replace(made, budget_bytes=asked.limit_bytes, about=about)
+                return dataclasses.replace(made, about={**made.about, TOKEN_CAP: self.cap(made, tokens)})
             budget = _less(budget, excess)
         raise Infeasible(f"no plan was found that fits every batch of up to {tokens} tokens.")
 
-    def _excess(self, plan: Plan, shape: BatchShape) -> int:
-        """Return the bytes that a shape needs under `plan` beyond the budget; negative if it fits."""
-        key = (shape, form_of(plan.about))
-        if key not in self._profiles:
-            self.sizing.on_try(f"recording {shape.rows} rows of {shape.length} tokens")
-            workload = self.sizing.workload.sized(shape.rows, shape.length)
-            self._profiles[key] = recorded_for(plan, workload, self.sizing.place, None)[1]
-        found = estimate_under(plan, self._profiles[key], self.sizing.request.allocator)
-        return needed_bytes(found, self.sizing.budget)[0] - limit_bytes(self.sizing.budget)
+    def _excess(self, plan: Plan, shape: BatchShape) -> int | None:
+        """Return the bytes that a shape needs under `plan` beyond the budget, negative if it fits.
 
-    def _fits(self, plan: Plan, shape: BatchShape) -> bool:
+        None for a shape that does not run under it: the model cannot, or runs other nodes, which training refuses.
+        """
+        key = (shape, form_of(plan.about))
         try:
-            return self._excess(plan, shape) <= 0
-        except RematError:  # a model that cannot run this shape, or runs other nodes
-            return False
+            if key not in self._profiles:
+                self.sizing.on_try(f"recording {shape.rows} rows of {shape.length} tokens")
+                workload = self.sizing.workload.sized(shape.rows, shape.length)
+                self._profiles[key] = recorded_for(plan, workload, self.sizing.place, None)[1]
+            found = estimate_under(plan, self._profiles[key], self.sizing.request.allocator)
+        except RematError:
+            return None
+        return needed_bytes(found, self.sizing.budget)[0] - limit_bytes(self.sizing.budget)
 
     def _feasible(self, shape: BatchShape) -> bool:
         self.sizing.on_try(f"{shape.rows * shape.length} tokens")
         loop = self.sizing.loop
         cuts = is_power_of_two(loop.accumulation)
-        try:
-            return self._at(shape.length).feasible(shape.rows, accumulates=loop.accumulates, in_slices=cuts)
-        except UsageError:  # longer than the model's positions
-            return False
+        return self._at(shape.length).feasible(shape.rows, accumulates=loop.accumulates, in_slices=cuts)
 
     def _at(self, length: int) -> MicroBatches:
         if length not in self._sizes:
@@ -175,8 +179,9 @@ class _PaddedCap(_Cap):
         rows = largest(lambda n: sizes.feasible(n, accumulates=loop.accumulates, in_slices=cuts), guess=guess)
         if not rows:
             self.sizing.refuse(self._at(longest), self._window(1))
-        if more := self._beyond(rows, longest):
-            yield rows * longest + more
+        beyond = (rows * longest + self._beyond(rows, longest)) // (rows + 1) * (rows + 1)  # as it is planned
+        if beyond > rows * longest:
+            yield beyond
         yield from (each * longest for each in fewer(rows))
 
     def _beyond(self, rows: int, longest: int) -> int:
@@ -203,16 +208,16 @@ class _PaddedCap(_Cap):
 
     def _most_rows(self, plan: Plan, tokens: int) -> int:
         """Return the most rows of a batch of `tokens` that `plan` fits. (Rule 3)"""
-        longest = self._longest()
-        lengths = [longest]
-        while lengths[-1] >= 2 * SHORTEST:
-            lengths.append(lengths[-1] // 2)
+        lengths = [1 + (1 << power) for power in range(self._longest().bit_length())]
+        lengths = [length for length in reversed(lengths) if length < self._longest()]
 
-        def fits(halvings: int) -> bool:
-            return self._fits(plan, BatchShape(tokens // lengths[halvings], lengths[halvings]))
+        def fits(count: int) -> bool:
+            length = lengths[count - 1]
+            excess = self._excess(plan, BatchShape(tokens // length + 1, length))  # no fewer tokens than the cap
+            return excess is not None and excess <= 0
 
-        last = len(lengths) - 1
-        return tokens // lengths[last if fits(last) else between(0, last, fits)]
+        found = len(lengths) if lengths and fits(len(lengths)) else between(0, len(lengths), fits)
+        return tokens // lengths[found - 1] if found else self.shapes(tokens)[0].rows
 
     def _longest(self) -> int:
         assert self.sizing.workload.seq_len is not None
@@ -257,6 +262,8 @@ def edge(need: Callable[[int], float], limit: float, start: int) -> int | None:
         low //= 2
         at_low = need(low)
     while at_high <= limit:
+        if high >= MOST:
+            return high
         low, at_low = high, at_high
         high *= 2
         at_high = need(high)
@@ -271,7 +278,7 @@ def edge(need: Callable[[int], float], limit: float, start: int) -> int | None:
     return low
 
 
-def _less(budget: Any, excess: int) -> Any:
+def _less(budget: Budget, excess: int) -> Budget:
     """Return the budget, `excess` bytes smaller."""
     reserved = None if budget.reserved_bytes is None else budget.reserved_bytes - excess
-    return dataclasses.replace(budget, limit_bytes=budget.limit_bytes - excess, reserved_bytes=reserved)
+    return Budget(budget.given_bytes - excess, budget.limit_bytes - excess, reserved)

@@ -101,15 +101,16 @@ def _save(plan: Plan, source: Source, limit: Budget, out: Path | None) -> Path:
 
 def _plan_answer(plan: Plan, path: Path, question: str) -> Answer:
     from remat.cli.screen import plan_text
+    from remat.evaluation.plan import TOKEN_CAP
 
-    cap = plan.about.get("token_cap", {})
+    cap = plan.about.get(TOKEN_CAP, {})
     found = {MAX_BATCH: plan.about["batch_size"], MAX_SEQ: plan.about["seq_len"], MAX_TOKENS: cap.get("tokens")}[
         question
     ]
     data = {
         "model": plan.about["workload"],
         question: found,
-        **({"token_cap": cap} if cap else {}),
+        **({TOKEN_CAP: cap} if cap else {}),
         "batch_size": plan.about["batch_size"],
         "seq_len": plan.about["seq_len"],
         "budget_bytes": plan.budget_bytes,
@@ -125,7 +126,7 @@ def _plan_answer(plan: Plan, path: Path, question: str) -> Answer:
     )
 
 
-def _cap_text(cap: dict[str, int]) -> str:
+def _cap_text(cap: dict[str, int | bool]) -> str:
     """Say which batches the plan fits."""
     tokens = f"most tokens of a batch: {cap['tokens']:,}"
     if cap["packed"]:
@@ -133,7 +134,7 @@ def _cap_text(cap: dict[str, int]) -> str:
     return (
         f"{tokens}, counted as rows x tokens of the longest row\n"
         f"  at most {cap['longest']:,} tokens in a row, and {cap['rows']:,} rows\n"
-        "  The plan fits every such batch. Its figures are for the longest rows."
+        "  No such batch requests more than the budget. The plan's figures are for one of the largest."
     )
 
 
