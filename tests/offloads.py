@@ -100,6 +100,9 @@ class LateStreams(StreamCopies):
         self._fault = fault
 
     def out(self, flat: Tensor, host: Any, offset: int) -> Copy:
+        if self._fault == "brings back before it is out":  # memory of a model that is gone may hold the right bytes
+            with unseen():
+                host[offset : offset + flat.nbytes].fill_(POISON)
         with self._without_waiting("copies out before it is computed"):
             copy = super().out(flat, host, offset)
         return None if self._fault in ("lets go before the copy out", "brings back before it is out") else copy
