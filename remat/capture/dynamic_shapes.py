@@ -34,7 +34,7 @@ def move_sizes_first(graph_module: fx.GraphModule) -> bool:
     """Move the computation of sizes right behind the graph's inputs, in place; False if that is impossible."""
     graph = graph_module.graph
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    first = inputs[-1].next  # Dynamo puts some nodes before the inputs, as that which begins a vmap over a mask
+    first = inputs[-1].next  # a loss in chunks has put the logits that it withholds before the inputs
     known = set(inputs)
     given = {node.meta["example_value"].node.expr: node for node in known if isinstance(_value(node), torch.SymInt)}
     for node in list(graph.nodes):
