@@ -6,6 +6,7 @@ import cProfile
 import dataclasses
 import datetime
 import functools
+import gc
 import itertools
 import os
 import random
@@ -145,6 +146,19 @@ def test_a_layer_that_is_left_out_now_and_then_is_refused_by_what_counts(name: s
     skips, counter = COUNTS[name]
     with pytest.raises(CaptureError, match=f"are two graphs .*each changes .*`{counter}`"):
         recorded(workload(skips))
+
+
+def test_a_callback_of_the_garbage_collector_is_not_part_of_the_forward() -> None:
+    def timed(phase: str, info: dict[str, int]) -> None:
+        time.perf_counter()
+
+    gc.callbacks.append(timed)
+    try:
+        with pytest.raises(CaptureError, match=r"are two graphs .*each changes .*`steps`"):
+            recorded(workload(lambda model: gc.collect(0) >= 0 and model.steps % 3 == 0))
+        assert gc.callbacks[-1] is timed
+    finally:
+        gc.callbacks.remove(timed)
 
 
 @pytest.mark.exhaustive
