@@ -28,6 +28,7 @@ from remat.chunking.chunk import chunk, chunked_rows
 from remat.chunking.chunked_rows import FEWEST_ROWS, ChunkedRows, row_slices
 from remat.chunking.rows import find_row_runs
 from remat.cli.screen import plan_text
+from remat.costing.operator_timing import time_operators
 from remat.costing.planning_device import find_planning_device
 from remat.errors import Infeasible, RematError
 from remat.evaluation.evaluator import Memory
@@ -38,14 +39,16 @@ from remat.planning.planner import plan
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import FormChoice
 from remat.recording.fake_step import FakeStep
+from remat.recording.recorder import record
 from remat.validation.sums import NEAR
 from remat.validation.validating import validate
 from remat.workload.workload import Workload
 from tests.cached import cached
+from tests.devices import DEVICE
 from tests.examples import examples
 from tests.fuzzing import few_rows, verdicts
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
-from tests.toys import CPU, every_block
+from tests.toys import CPU, every_block, plan_by_hand
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo", "one_thread"), pytest.mark.every_slice]
 
@@ -638,15 +641,18 @@ def test_rows_that_are_written_to_before_backward_are_an_error() -> None:
 
 
 @pytest.mark.third
-@pytest.mark.fast("Gated-amp-h100-80gb", "Adapted--cpu")
+@pytest.mark.fast("Gated-amp-h100-80gb-fused", "Adapted--cpu-plain")
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("target", ["cpu", "h100-80gb"])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["", "amp"])
 @pytest.mark.parametrize("half", ROWS, ids=lambda half: half.__name__)
-def test_the_evaluator_s_bytes_are_the_replay_s(half: type[Half], autocast: torch.dtype | None, target: str) -> None:
+def test_the_evaluator_s_bytes_are_the_replay_s(
+    half: type[Half], autocast: torch.dtype | None, target: str, fused: bool
+) -> None:
     place = find_planning_device(target)
     fake = fake_step(dataclasses.replace(workload(half), autocast=autocast), place)
     fake.warm_up()
-    with fake.in_form(Form(rows=3)):
+    with fake.in_form(Form(rows=3, fused=fused)):
         from tests.test_chunking import recorded_here
 
         profile = profile_step(fake, place) if target != "cpu" else recorded_here(fake)
@@ -715,6 +721,40 @@ def test_a_plan_cuts_mlps_where_nothing_else_fits() -> None:
     assert made.predicted["peak_bytes"] <= made.budget_bytes
     assert made.predicted["form_time_us"] > 0
     assert "MLPs" in plan_text(made)
+
+
+def test_a_fused_plan_cuts_mlps_where_nothing_else_fits_and_fuses_inside_of_them() -> None:
+    with pytest.raises(Infeasible) as refused:
+        plan(workload(Gated), budget=1, target="h100-80gb", numerics="rounding")
+    least = refused.value.minimum_budget_bytes
+    assert least is not None
+    assert least <= tight()[1]  # fusing may only lower it
+    made = plan(workload(Gated), budget=least, target="h100-80gb", numerics="rounding")
+    form = form_of(made.about)
+    assert form.fused
+    assert form.rows >= 2
+    assert made.predicted["peak_bytes"] <= made.budget_bytes
+
+
+@pytest.mark.any_device
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["", "amp"])
+@pytest.mark.parametrize("half", [Gated, Split], ids=lambda half: half.__name__)
+def test_groups_inside_of_chunked_mlps_keep_the_predicted_peak_and_are_near_float64(
+    half: type[Half], autocast: torch.dtype | None
+) -> None:
+    load = dataclasses.replace(workload(half), autocast=autocast)
+    fake = FakeStep(load, device=DEVICE)
+    with fake.in_form(Form(rows=4, fused=True)):
+        graph = record(fake)
+        costs = time_operators(graph.kinds, DEVICE)
+    for regions in ((), tuple(every_block(graph))):
+        peak = Memory(graph, costs.workspace_per_op(graph)).curve(regions).peak_bytes
+        report = validate(load, plan_by_hand(graph, regions, costs, budget_bytes=peak), repeats=1)
+        assert report.passed, str(report)
+        assert report.gradients_near
+        assert any("silu" in text for text in report.groups_near), "of the MLP's inside"
+        assert report.measured["peak_bytes"] == peak
 
 
 def test_where_a_plan_is_cheaper_mlps_are_left_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import fx
+from torch.utils._pytree import tree_map_only
 
-from remat.capture.nodes import autocast
+from remat._torch.training import without_modes
+from remat.capture.nodes import autocast, called
 from remat.chunking.chunked_rows import ChunkedRows, unmade_addmm, unmade_linear
 from remat.chunking.heads import CASTS, FLATTENINGS, kind_of, linear_arguments
 from remat.chunking.rows import SPLITS, RowRun, is_view, product_weights
@@ -25,18 +28,20 @@ def chunked(run: RowRun, slices: int) -> ChunkedRows:
 def _body(run: RowRun, unmade: Collection[fx.Node] = (), *, precise: bool = False) -> fx.GraphModule:
     """Build (rows, *beside) -> the result; `unmade` values are not computed, `precise` leaves casts out."""
     graph = fx.Graph()
-    copies = {run.given: graph.placeholder("rows")}
-    copies.update((node, graph.placeholder(f"beside_{i}")) for i, node in enumerate(run.beside))
+    copies = {run.given: _like(run.given, graph.placeholder("rows"))}
+    for i, node in enumerate(run.beside):
+        copies[node] = graph.placeholder(f"beside_{i}")
+        copies[node].meta = {"example_value": node.meta["example_value"]}
     for node in run.nodes:
         if is_view(node) or (precise and kind_of(node) in CASTS):
             given = copies[node.args[0]]  # type: ignore[index]
             # Gradients are added up at a view first, and then at its base.
-            copies[node] = graph.call_method("view_as", (given, given)) if _adds_up(node) else given
+            copies[node] = _like(node, graph.call_method("view_as", (given, given))) if _adds_up(node) else given
         elif node in unmade:
             copies[node] = _unmade(graph, node, copies)
         else:
             args, kwargs = fx.map_arg(_arguments(node), copies.__getitem__)
-            copies[node] = graph.create_node(node.op, node.target, args, kwargs)
+            copies[node] = _like(node, graph.create_node(node.op, node.target, args, kwargs))
     graph.output(copies[run.result])
     return fx.GraphModule({}, graph)
 
@@ -57,8 +62,21 @@ def _unmade(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> f
     is_linear = kind_of(node) == "linear"
     weight, bias = product_weights(node)
     rows: Any = linear_arguments(node)[0] if is_linear else node.args[1]
-    cast = graph.call_function(autocast, (copies[rows],))
+    cast = _like(rows, graph.call_function(autocast, (copies[rows],)), dtype=node.meta["example_value"].dtype)
     weights = (copies[weight], None if bias is None else copies[bias])
     if is_linear:
-        return graph.call_function(unmade_linear, (cast, *weights))
-    return graph.call_function(unmade_addmm, (weights[1], cast, weights[0]))
+        return _like(node, graph.call_function(unmade_linear, (cast, *weights)))
+    return _like(node, graph.call_function(unmade_addmm, (weights[1], cast, weights[0])))
+
+
+def _like(node: fx.Node, copy: fx.Node, dtype: torch.dtype | None = None) -> fx.Node:
+    """Note at `copy` the value that `node` has, with all leading dimensions in one."""
+
+    def flat(value: torch.Tensor) -> torch.Tensor:
+        return value.flatten(0, -2).to(dtype or value.dtype)
+
+    with without_modes():  # the value brings its own
+        copy.meta = {"example_value": tree_map_only(torch.Tensor, flat, node.meta["example_value"])}
+    if copy.target == node.target:
+        copy.meta["called"] = called(node)
+    return copy

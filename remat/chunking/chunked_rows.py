@@ -56,6 +56,7 @@ class ChunkedRows:
     weights  indices of `beside` that products take
     residual whether the input is added to the result, last
     slices   maximum number of slices
+    is_fused whether `body` and `again` hold fused groups, which run where something has a gradient
     cast     of a product's inputs; a target's kernels replace it
     """
 
@@ -67,6 +68,7 @@ class ChunkedRows:
     slices: int
     cast: Callable[[Tensor], Tensor] = autocast
     watch: RowsWatch = dataclasses.field(default_factory=RowsWatch)
+    is_fused: bool = False
 
     def __call__(self, rows: Tensor, *beside: Any) -> Tensor:
         """Return the result (..., other width) of `rows` (..., width)."""
@@ -99,18 +101,30 @@ class ChunkedRows:
         found = [next(parts) if asks else None for asks in wanted]
         return made.detach(), found[0], found[1:]
 
-    def forward(self, rows: Tensor, beside: Sequence[Any]) -> Tensor:
-        """Return the result, without gradients of its own: call it with autograd off."""
+    def forward(self, rows: Tensor, beside: Sequence[Any], wanted: Sequence[bool]) -> Tensor:
+        """Return the result, without gradients of its own: call it with autograd off.
+
+        wanted  whether each of the rows and of `beside` has a gradient
+        """
         flat, prepared = rows.flatten(0, -2), self._prepared(beside)
+        if self.is_fused:
+            prepared = [_leaf(each, asks) for each, asks in zip(prepared, wanted[1:], strict=True)]
         result: Tensor | None = None
         for cut in row_slices(flat.shape[0], self.slices):
-            made = self.body(flat[cut], *prepared)
+            made = self._made(flat[cut], prepared, wanted[0])
             if result is None:
                 result = made.new_empty(*rows.shape[:-1], made.shape[-1])  # no view: the caller may write to it
             result.view(-1, made.shape[-1])[cut] = made
             del made
         assert result is not None
         return result
+
+    def _made(self, rows: Tensor, prepared: Sequence[Any], asks: bool) -> Tensor:
+        """Return the result of a slice."""
+        if not self.is_fused:
+            return self.body(rows, *prepared)
+        with torch.enable_grad(), saved_tensors_hooks(_nothing, as_given):  # groups run where there is a gradient
+            return self.body(_leaf(rows, asks), *prepared).detach()
 
     def gradients(
         self,
@@ -176,7 +190,7 @@ class _Sliced(Function):
         kind = rows.device.type
         ctx.run, ctx.held = run, held.grad_fn
         ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        return run.forward(rows.detach(), beside)
+        return run.forward(rows.detach(), beside, ctx.needs_input_grad[2:])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -229,6 +243,10 @@ def unmade_addmm(bias: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
     """Return `torch.addmm` of a bias, without its value."""
     made: Tensor = UnmadeProduct.apply(rows, weight.t(), bias)
     return made
+
+
+def _nothing(tensor: Tensor) -> None:
+    """Keep nothing of a value that no backward will ask for."""
 
 
 def _leaf(value: Any, asks: bool) -> Any:

@@ -66,7 +66,7 @@ def _rounds_alike(run: RowRun, slices: int, device: torch.device, autocast: torc
         return torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False)
 
     with torch.no_grad(), under():
-        made = function.forward(rows, beside)
+        made = function.forward(rows, beside, wanted)
     gradient = torch.randn(made.shape, generator=generator, device=device).to(made.dtype)
     whole, of_rows, _ = function.untouched(rows, beside, gradient, wanted, under=under)
     found, _ = function.gradients(rows, beside, gradient, wanted, under=under)

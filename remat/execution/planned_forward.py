@@ -55,8 +55,7 @@ from remat.execution.forwards import ModuleForward, Now, StepForwards, modules_o
 from remat.execution.optimizer_as_planned import unlike_planned
 from remat.execution.placing import Placer
 from remat.execution.second_step import SMALL_CHANGE, SecondStep
-from remat.fusion.formed import formed
-from remat.fusion.fuse import fused_groups
+from remat.fusion.formed import formed, groups_in
 from remat.fusion.fused_group import GroupWatch
 from remat.host.copies import Copies
 from remat.host.weights import HostWeights, weights_on_host
@@ -326,8 +325,7 @@ class PlannedForward(UnderPlan):
             head.watch = self.head_watch
         for rows in chunked_rows(found):
             rows.watch = self.rows_watch
-        inside = [group for head in chunked_losses(found) for group in fused_groups(head.row_losses)]
-        for group in [*fused_groups(found), *inside]:
+        for group in groups_in(found):
             group.watch = self.group_watch
         return found
 

@@ -17,9 +17,12 @@ from remat.fusion.open_sizes import described
 FUSED = "fused_group"  # the callee of a group's node, and the key of its meta for the `FusedGroup`
 
 
-def fuse(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Copy `graph_module` with each group as one node; other nodes are unchanged, in their order."""
-    return _Fuser(graph_module).module()
+def fuse(graph_module: fx.GraphModule, *, are_rows: bool = False) -> fx.GraphModule:
+    """Copy `graph_module` with each group as one node; other nodes are unchanged, in their order.
+
+    are_rows  it runs on slices of the rows that its nodes tell of, so its sizes say nothing of those of a batch
+    """
+    return _Fuser(graph_module, are_rows).module()
 
 
 def fused_groups(graph_module: fx.GraphModule) -> list[FusedGroup]:
@@ -41,8 +44,8 @@ def as_group(graph_module: fx.GraphModule, text: str) -> fx.GraphModule:
 
 
 class _Fuser:
-    def __init__(self, source: fx.GraphModule):
-        self._source = source
+    def __init__(self, source: fx.GraphModule, are_rows: bool):
+        self._source, self._are_rows = source, are_rows
         self._groups = {group.members[-1]: group for group in find_groups(source)}
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
@@ -64,7 +67,7 @@ class _Fuser:
         wanted = {source for node in again for source in node.all_input_nodes}
         results = [node for node in group.makers if group.is_read(node) or node in wanted]
         inside = [i for i, node in enumerate(results) if not _leaves(node)]
-        sizes = [described(node.meta.get("example_value")) for node in given]
+        sizes = None if self._are_rows else [described(node.meta.get("example_value")) for node in given]
         function = FusedGroup(_module_of(group, given, results), group.text, inside, sizes)
         call = self._graph.call_function(_calling(function), tuple(self._copies[node] for node in given))
         values = tuple(node.meta["example_value"] for node in results)

@@ -8,7 +8,7 @@ Rule 1  On a device at hand, a loss is cut into no more slices than leave every 
 Rule 2  Where groups may be fused they are, in every form but the captured one.
 Rule 3  Runs of nodes that act by row (`chunking/rows.py`: MLPs) are cut all alike, into slices whose widest value has
         about `FormChoice.row_numbers` numbers, beside a loss in `FormChoice.beside_rows` slices. Their forward is made
-        once more, whatever the regions. Not where groups are fused.
+        once more, whatever the regions. Where groups are fused, so are those inside.
 """
 
 from __future__ import annotations
@@ -115,16 +115,20 @@ class StepForms:
 
     @functools.cached_property
     def rows_us(self) -> float:
-        """The least time that chunking all runs by row adds: their forward once more, except for the last products."""
+        """The least time that chunking all runs by row adds: their forward once more, except for the last products.
+
+        Of fused runs it is that of their products.
+        """
         graph, times = self._whole.graph, self._whole.costs.per_op_us(self._whole.graph)
         first = {(node.call, node.name): node for node in graph.nodes}
-        again = [(call, node) for call, run in self._row_runs for node in run.nodes if node not in run.unmade]
+        runs = [(call, run, run.products if self.fuse else run.nodes) for call, run in self._row_runs]
+        again = [(call, node) for call, run, nodes in runs for node in nodes if node not in run.unmade]
         made = (first[call, node.name] for call, node in again if (call, node.name) in first)
         return float(sum(times[node.first : node.end].sum() for node in made))
 
     @functools.cached_property
     def _row_runs(self) -> list[tuple[int, RowRun]]:
-        are_asked = self._slices and not self.fuse and self._choice.most_row_slices > 1
+        are_asked = self._slices and self._choice.most_row_slices > 1
         may_run = self._execution.runs_forms and self._step.loop.shard is None
         return list(self._step.row_runs) if are_asked and may_run else []
 

@@ -166,10 +166,11 @@ class _FormSearch:
         if self.is_interrupted or (self._price_to_beat_us <= 0 and not self._forms.fuse):
             return
         self._search_each(self._forms)
-        if self._forms.rows_us < self._price_to_beat_us:
+        least_us = self._cheapest_us + self._forms.rows_us
+        if least_us < self._price_to_beat_us:
             self._search_each(self._forms.with_rows())
         elif self._forms.rows_us:
-            self.bounds_us.append(self._forms.rows_us)
+            self.bounds_us.append(least_us)
         self._search_again()
         self._search_captured_again()
 

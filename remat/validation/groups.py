@@ -120,13 +120,16 @@ def _in_float64(value: Any) -> Any:
     return value.detach().double().requires_grad_(value.requires_grad)
 
 
+def _is_float(value: Tensor | None) -> bool:
+    """Return whether a cast is to floats; the losses of a head know no values, and theirs are."""
+    return value is None or value.is_floating_point()
+
+
 def _without_casts(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        value = node.meta.get("example_value")  # a head's losses have none; their casts are to floats
-        widens = value is None or value.is_floating_point()
-        if canonical(called(node)) in ("to", "double", "autocast") and widens:
+        if canonical(called(node)) in ("to", "double", "autocast") and _is_float(node.meta.get("example_value")):
             copies[node] = copies[node.args[0]]
         elif node.op == "output":
             graph.output(fx.map_arg(node.args[0], copies.__getitem__))
