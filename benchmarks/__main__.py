@@ -37,6 +37,7 @@ LONG = (
     "by_name",
     "alive",
     "shards",
+    "combinations",
     "trainers",
     "roofline",
     "kernel_tables",

@@ -53,12 +53,18 @@ def main(*names: str) -> None:
 
 
 def hold(
-    benchmark: str, names: Sequence[str], models: Mapping[str, str], forms: Mapping[str, str], budgets: Sequence[str]
+    benchmark: str,
+    names: Sequence[str],
+    models: Mapping[str, str],
+    forms: Mapping[str, str],
+    budgets: Sequence[str],
+    *loop: str,
 ) -> None:
     """Hold plans to the card: of the models, forms and budgets in `names`, or of all that there are.
 
     models  by name, as `--model` takes them
     forms   by name, as options of `remat plan`
+    loop    words for `plain_loop.py`
     """
     chosen_models, chosen_forms, chosen_budgets = (
         [name for name in names if name in all_] or list(all_) for all_ in (models, forms, budgets)
@@ -73,13 +79,13 @@ def hold(
     rows: list[dict[str, Any]] = []
     for model in chosen_models:
         for form in chosen_forms:
-            for row in rows_of(models[model], forms[form], chosen_budgets):
+            for row in rows_of(models[model], forms[form], chosen_budgets, *loop):
                 rows.append({"model": model, "form": form, **row})
                 print(rows[-1], flush=True)
                 report.write(path, about, rows, COLUMNS)
 
 
-def rows_of(model: str, options: str, budgets: Sequence[str]) -> list[dict[str, Any]]:
+def rows_of(model: str, options: str, budgets: Sequence[str], *loop: str) -> list[dict[str, Any]]:
     """One row a budget. The untouched step is run with the first plan that is found."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -94,9 +100,9 @@ def rows_of(model: str, options: str, budgets: Sequence[str]) -> list[dict[str, 
                 rows.append({"budget": budget, "failure": failure})
                 continue
             if not untouched_done:
-                rows.append({"budget": "untouched", **measured(path, untouched=True)})
+                rows.append({"budget": "untouched", **measured(path, *loop, untouched=True)})
                 untouched_done = True
-            found = measured(path, untouched=False)
+            found = measured(path, *loop, untouched=False)
             rows.append({"budget": budget, **found, "wall_s": round(time.monotonic() - started, 1)})
     return rows
 
@@ -122,10 +128,16 @@ def least_of(model: str, options: str) -> str:
     return f"{round(1.003 * float(found[1]) * (GIB if found[2] == 'G' else MIB))}B" if found else ""
 
 
-def measured(path: Path, *, untouched: bool) -> dict[str, Any]:
+def measured(path: Path, *loop: str, untouched: bool) -> dict[str, Any]:
     plan = json.loads(path.read_text())
     ran = subprocess.run(
-        [str(CARD), str(ROOT / "benchmarks" / "plain_loop.py"), str(path), *(["untouched"] if untouched else [])],
+        [
+            str(CARD),
+            str(ROOT / "benchmarks" / "plain_loop.py"),
+            str(path),
+            *loop,
+            *(["untouched"] if untouched else []),
+        ],
         capture_output=True,
         text=True,
         check=False,

@@ -1,8 +1,8 @@
-"""A plain training loop under a plan, written as a user writes it: `plain_loop.py PLAN [untouched] [requests]`.
+"""A plain training loop under a plan, written as a user writes it: `plain_loop.py PLAN [untouched] [requests] [blind]`.
 
 No part of `remat` measures: the peaks are those of PyTorch's caching allocator in the third step, printed as JSON. The
 model is built on the device, and what building left in the allocator's cache is let go of. With `requests` those
-of a step more are printed too, in order.
+of a step more are printed too, in order; `blind` leaves out the comparison of the first step, where nothing is computed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._pytree import tree_map_only
 
 import remat
@@ -32,7 +33,7 @@ STEPS = 3
 COUNTS = ("requested", "allocated", "reserved")
 
 
-def main(path: Path, *, untouched: bool, with_requests: bool) -> None:
+def main(path: Path, *, untouched: bool, with_requests: bool, is_blind: bool) -> None:
     plan = Plan.load(path)
     spec = spec_in(plan.about, path)
     assert spec is not None
@@ -46,16 +47,18 @@ def main(path: Path, *, untouched: bool, with_requests: bool) -> None:
     if on_host:
         remat.offload_weights(model, on_host, "cuda")
     if not untouched:
-        remat.apply(model, plan)
+        remat.apply(model, plan, verify_first_step=not is_blind)
     model = distributed(model, TrainingLoop.of(plan.about))
     optimizer = workload.optimizer(trainable(model)) if workload.optimizer else None
     if optimizer is not None and (plan.about.get("offload_optimizer") or loop.get("offload_optimizer")):
         remat.offload_optimizer(optimizer)
-    accumulation = plan.about.get("accumulation", 1)
-    found: dict[str, Any] = steps(workload, model, batch, optimizer, accumulation)
+    around = TrainingLoop.of(plan.about)
+    if optimizer is not None and around.step_in_backward:
+        remat.step_in_backward(optimizer)
+    found: dict[str, Any] = steps(workload, model, batch, optimizer, around)
     if with_requests:
         torch.cuda.memory._record_memory_history(context=None, max_entries=1 << 24)
-        steps(workload, model, batch, optimizer, accumulation, count=1)
+        steps(workload, model, batch, optimizer, around, count=1)
         (events,) = torch.cuda.memory._snapshot()["device_traces"]
         found["requests"] = [[e["action"], e["size"]] for e in events if e["action"] in ("alloc", "free_completed")]
     print(json.dumps(found))
@@ -88,24 +91,31 @@ def done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 def steps(
-    workload: Any, model: Any, batch: Any, optimizer: Any, accumulation: int, count: int = STEPS
+    workload: Any, model: Any, batch: Any, optimizer: Any, around: TrainingLoop, count: int = STEPS
 ) -> dict[str, int]:
     """The peaks of the last step."""
+    own = getattr(model, "module", model)  # within DDP
+    average = AveragedModel(own, multi_avg_fn=get_ema_multi_avg_fn(), use_buffers=True) if around.ema else None
     gc.collect()
     torch.cuda.empty_cache()
     for _ in range(count):
         torch.cuda.reset_peak_memory_stats()
-        for _ in range(accumulation):
+        for _ in range(around.accumulation):
             with torch.autocast("cuda", workload.autocast) if workload.autocast else contextlib.nullcontext():
                 loss = workload.step(model, batch)
             loss.backward()
             del loss
+        if around.clip_grad_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
+        if average is not None:
+            average.update_parameters(own)
     stats = torch.cuda.memory_stats()
     return {count: stats[f"{count}_bytes.all.peak"] for count in COUNTS}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), untouched="untouched" in sys.argv[2:], with_requests="requests" in sys.argv[2:])
+    said = sys.argv[2:]
+    main(Path(sys.argv[1]), untouched="untouched" in said, with_requests="requests" in said, is_blind="blind" in said)

@@ -42,7 +42,7 @@ from tests.oracle import Oracle, plans_of
 AMPLE = 10**6
 EXACT = Limits(gap=0.0)
 MANY = settings(max_examples=examples(40, 150))
-TOO_MANY = settings(MANY, max_examples=4000)
+TOO_MANY = settings(MANY, max_examples=examples(1000, 4000))
 
 
 @st.composite

@@ -600,7 +600,7 @@ def test_no_plan_of_a_space_that_can_be_searched_beats_the_bound(solver: str, pr
 @pytest.mark.exhaustive
 @SOLVERS
 @given(problem=linked_problems(), percent=st.integers(0, 100))
-@settings(max_examples=examples(500, 1500), deadline=None)
+@settings(max_examples=examples(100, 1500), deadline=None)
 def test_no_plan_of_many_spaces_beats_the_bound(solver: str, problem: Problem, percent: int) -> None:
     assert_no_plan_beats(solver, problem, percent)
 
