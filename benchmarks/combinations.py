@@ -4,8 +4,8 @@
     python -m benchmarks combinations:llama,least            of one family, at one budget
     python -m benchmarks combinations:llama,least,triples    three at a time
 
-As `by_name.py`. What is refused has a row with its reason. Little of a small model is computed there, so first steps are
-not compared.
+As `by_name.py`. What is refused has a row with its reason. Little of a small model is computed
+there, so first steps are not compared.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 No part of `remat` measures: the peaks are those of PyTorch's caching allocator in the third step, printed as JSON. The
 model is built on the device, and what building left in the allocator's cache is let go of. With `requests` those
-of a step more are printed too, in order; `blind` leaves out the comparison of the first step, where nothing is computed.
+of a step more are printed too, in order; `blind` leaves out the comparison of the first step: nothing is computed.
 """
 
 from __future__ import annotations
