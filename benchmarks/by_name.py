@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import report
 from remat.models import REGISTRY
-from remat.units import GIB, MIB
+from remat.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
 CARD = ROOT / "build" / "card" / "python"
@@ -108,7 +108,18 @@ def rows_of(model: str, options: str, budgets: Sequence[str], *loop: str) -> lis
 
 
 def command(model: str, options: str, budget: str) -> list[str]:
-    said = [sys.executable, "-m", "remat.cli.main", "plan", "--model", model, "--target", TARGET, "--budget", budget]
+    said = [
+        sys.executable,
+        "-m",
+        "remat.cli.main",
+        "plan",
+        "--model",
+        *model.split(),
+        "--target",
+        TARGET,
+        "--budget",
+        budget,
+    ]
     said += ["--time-limit", str(SECONDS), "--no-advice", "--json", *options.split()]
     return [*said, "--host-budget", "256GiB"] if "--offload" in options else said
 
@@ -122,10 +133,10 @@ def make_plan(model: str, options: str, budget: str, path: Path) -> str | None:
 
 
 def least_of(model: str, options: str) -> str:
-    """The least budget that a refusal names, and a little: it is rounded, and a search may miss the least."""
+    """The least budget that a refusal names, and a little: a search may miss the least."""
     ran = subprocess.run(command(model, options, "1MiB"), capture_output=True, text=True, check=False)
-    found = re.search(r"least possible peak ([\d.]+) ([GM])iB", ran.stdout)
-    return f"{round(1.003 * float(found[1]) * (GIB if found[2] == 'G' else MIB))}B" if found else ""
+    least_bytes = json.loads(ran.stdout or "{}").get("minimum_budget_bytes")
+    return f"{round(1.003 * least_bytes)}B" if least_bytes else ""
 
 
 def measured(path: Path, *loop: str, untouched: bool) -> dict[str, Any]:

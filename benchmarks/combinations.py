@@ -4,28 +4,27 @@
     python -m benchmarks combinations:llama,least            of one family, at one budget
     python -m benchmarks combinations:llama,least,triples    three at a time
 
-As `by_name.py`. What is refused has a row with its reason. Little of a small model is computed
-there, so first steps are not compared.
+As `by_name.py`. What is refused has a row with its reason. Little of a small model is computed there, so first steps
+are not compared.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import ModuleType
 
 from benchmarks import by_name
 from remat.models import bert, convnext, gpt2, llama, qwen3_moe, resnet, swin, t5, vit
 
 BUDGETS = ("60%step", "least")
-FAMILIES = (gpt2, bert, t5, llama, qwen3_moe, vit, swin, convnext, resnet)
+ADAPTED = (gpt2, llama, qwen3_moe)  # adapters are put into models by name, from a folder
+FAMILIES = (*ADAPTED, bert, t5, vit, swin, convnext, resnet)
 MEANS = {
     "bitwise": "--exact",
     "fused": "--fuse",
     "activations": "--offload activations",
     "optimizer": "--offload optimizer",
-    "weights": "--offload weights",
-    "LoRA": "--lora r=8",
-    "nf4": "--quantize nf4",
     "8-bit AdamW": "--optimizer adamw8bit",
     "accumulation": "--accumulation 4",
     "clipping": "--clip-grad-norm",
@@ -33,25 +32,44 @@ MEANS = {
     "DDP": "--ddp --ranks 8",
     "step in backward": "--optimizer-step backward",
 }
-LANGUAGE_ONLY = ("weights", "LoRA", "nf4")  # adapters are put into language models
-OF_ADAPTERS = {"weights", "nf4"}  # what is frozen beside them
-NEVER = ({"bitwise", "fused"},)  # two answers to one question
+OF_ADAPTERS = {"LoRA": "--lora r=8", "weights": "--offload weights", "nf4": "--quantize nf4"}
+NEVER = ({"bitwise", "fused"}, {"optimizer", "step in backward"})  # two answers to one question
 
 
 def main(*names: str) -> None:
     count = 3 if "triples" in names else 2
-    together = [means for means in itertools.combinations(MEANS, count) if not any(two <= {*means} for two in NEVER)]
-    forms = {" + ".join(means): options(means) for means in together}
-    models = {family.__name__.rpartition(".")[2]: f"{family.__file__}:small" for family in FAMILIES}
-    by_name.hold("combinations", [name for name in names if name != "triples"], models, forms, BUDGETS, "blind")
+    chosen = [name for name in names if name != "triples"]
+    for family in FAMILIES:
+        if (name := name_of(family)) in names or not {name_of(each) for each in FAMILIES} & {*names}:
+            means = {**MEANS, **OF_ADAPTERS} if family in ADAPTED else MEANS
+            together = [
+                each for each in itertools.combinations(means, count) if not any(two <= {*each} for two in NEVER)
+            ]
+            forms = {" + ".join(each): options(each) for each in together}
+            own = [each for each in chosen if each in (name, *forms, *BUDGETS)]
+            by_name.hold("combinations", [*({name} - {*own}), *own], {name: model_of(family)}, forms, BUDGETS, "blind")
+
+
+def name_of(family: ModuleType) -> str:
+    return family.__name__.rpartition(".")[2]
+
+
+def model_of(family: ModuleType) -> str:
+    """Return what `--model` takes, with options: a folder for a model that may have adapters, else a function."""
+    if family not in ADAPTED:
+        return f"{family.__file__}:small"
+    made, folder = family.small(), by_name.ROOT / "build" / "combinations" / name_of(family)
+    made.build().config.save_pretrained(folder)
+    return f"{folder} --batch-size {made.batch_size} --seq-len {made.seq_len}"
 
 
 def options(means: Sequence[str]) -> str:
     """Return the options of `remat plan` for several means."""
-    offloads = [name for name in means if MEANS[name].startswith("--offload")]
-    said = [MEANS[name] for name in means if name not in offloads]
+    known = {**MEANS, **OF_ADAPTERS}
+    offloads = [name for name in means if known[name].startswith("--offload")]
+    said = [known[name] for name in means if name not in offloads]
     if offloads:
         said.append(f"--offload {','.join(offloads)}")
-    if OF_ADAPTERS & {*means} and "LoRA" not in means:
-        said.append(MEANS["LoRA"])
+    if {*OF_ADAPTERS} & {*means} and "LoRA" not in means:
+        said.append(OF_ADAPTERS["LoRA"])
     return " ".join(said)
