@@ -73,7 +73,8 @@ def _like(node: fx.Node, copy: fx.Node, dtype: torch.dtype | None = None) -> fx.
     """Note at `copy` the value that `node` has, with all leading dimensions in one."""
 
     def flat(value: torch.Tensor) -> torch.Tensor:
-        return value.flatten(0, -2).to(dtype or value.dtype)
+        rows = value.flatten(0, -2) if value.dim() > 1 else value  # or what all rows share
+        return rows.to(dtype or value.dtype)
 
     with without_modes():  # the value brings its own
         copy.meta = {"example_value": tree_map_only(torch.Tensor, flat, node.meta["example_value"])}
