@@ -33,7 +33,7 @@ MEANS = {
     "step in backward": "--optimizer-step backward",
 }
 OF_ADAPTERS = {"LoRA": "--lora r=8", "weights": "--offload weights", "nf4": "--quantize nf4"}
-NEVER = ({"bitwise", "fused"}, {"optimizer", "step in backward"})  # two answers to one question
+NEVER = ({"bitwise", "fused"},)  # two answers to one question
 
 
 def main(*names: str) -> None:

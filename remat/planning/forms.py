@@ -30,7 +30,7 @@ from remat.execution.base import Execution
 from remat.planning.profiling import VariantProfiles
 from remat.planning.request import FormChoice
 from remat.recording.fake_step import FakeStep
-from remat.workload.training_loop import is_power_of_two
+from remat.workload.training_loop import TrainingLoop, is_power_of_two
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -237,12 +237,17 @@ class StepForms:
 
 def why_whole(execution: Execution, step: FakeStep) -> str | None:
     """Return why no loss of `step` may be chunked; None if one may."""
+    if why := why_whole_in(execution, step.loop):
+        return why
+    return "gradients of a loss that is not scaled yet are too small for float16" if step.computes_in_float16 else None
+
+
+def why_whole_in(execution: Execution, loop: TrainingLoop) -> str | None:
+    """Return why no loss may be chunked in `loop`; None if one may."""
     if not execution.runs_forms:
         return f"execution {execution} runs no chunks"
-    if step.loop.shard is not None:
+    if loop.shard is not None:
         return "states are sharded"
-    if not is_power_of_two(step.loop.accumulation):
+    if not is_power_of_two(loop.accumulation):
         return "the loss is divided by a number of micro-batches that is no power of two"
-    if step.computes_in_float16:
-        return "gradients of a loss that is not scaled yet are too small for float16"
     return None
