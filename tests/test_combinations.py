@@ -70,10 +70,11 @@ def workload() -> Workload:
 
 PAIRS = list(itertools.combinations(combinations.MEANS, 2))
 FAST = ("fused kernels-activations on the host", "chunked losses and MLPs-sharded states")
+OFTEN = ("fused kernels-frozen weights on the host", "optimizer state on the host-step in backward", "EMA-DDP")
 
 
-@pytest.mark.nightly
 @pytest.mark.fast(*FAST)
+@pytest.mark.often(*FAST, *OFTEN)
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
 def test_what_the_table_allows_is_planned_and_what_it_refuses_is_refused(one: str, other: str) -> None:
     asked, loop = combinations.wanted(one, other)
