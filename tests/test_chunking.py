@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -435,6 +436,23 @@ def test_backward_twice_needs_the_graph_to_be_retained() -> None:
     assert all(torch.equal(p.grad, 2 * first[name]) for name, p in model.named_parameters() if p.grad is not None)
     with pytest.raises(RematError, match="twice"):
         loss.backward()
+
+
+@pytest.mark.cuda
+def test_a_piece_is_let_go_of_before_the_next_is_made() -> None:
+    """A device's thread of autograd holds the last gradient for a moment: pieces are differentiated on this one."""
+    threads: list[int] = []
+    head = loss_of(2, "mean")
+    losses = head.row_losses
+
+    def watched(opened: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        opened.register_hook(lambda gradient: threads.append(threading.get_ident()))
+        return losses(opened, labels)
+
+    head.row_losses = watched  # type: ignore[assignment]
+    rows, weight = (torch.randn(size, 16, device="cuda", requires_grad=True) for size in (512, 64))
+    head(rows, weight, None, torch.randint(64, (512,), device="cuda")).backward()
+    assert {*threads} == {threading.get_ident()}
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -188,7 +188,8 @@ class ChunkedLoss:
                             losses = found.new_empty(rows.shape[0])
                             by_row = self.derivatives(losses, labels, given.numbers)
                         losses[piece] = found.detach()
-                        here.copy_(*torch.autograd.grad(found, opened, by_row[piece]))
+                        with torch.autograd.set_multithreading_enabled(False):  # a device's thread lets go late
+                            here.copy_(*torch.autograd.grad(found, opened, by_row[piece]))
                         del opened, found, here
                 if of_rows is not None:
                     torch.mm(logits, weight, out=of_rows[cut])
