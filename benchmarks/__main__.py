@@ -38,6 +38,7 @@ LONG = (
     "alive",
     "shards",
     "combinations",
+    "lengths",
     "trainers",
     "roofline",
     "kernel_tables",
