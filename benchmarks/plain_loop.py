@@ -61,7 +61,9 @@ def main(path: Path, *, untouched: bool, with_requests: bool, is_blind: bool) ->
         steps(workload, model, batch, optimizer, around, count=1)
         (events,) = torch.cuda.memory._snapshot()["device_traces"]
         found["requests"] = [[e["action"], e["size"]] for e in events if e["action"] in ("alloc", "free_completed")]
-    print(json.dumps(found))
+    print(json.dumps(found), flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def distributed(model: nn.Module, loop: TrainingLoop) -> nn.Module:
