@@ -35,6 +35,7 @@ from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import Form, form_of
 from remat.evaluation.plan import Plan, Region, to_refs
 from remat.execution.eager.replay import replay
+from remat.fusion import fused_group, kernels
 from remat.planning.planner import plan
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import FormChoice
@@ -471,6 +472,69 @@ def in_slices(model: nn.Module, slices: int) -> GraphCalls:
         return chunk(graph_module, {}, slices)(*args)
 
     return GraphCalls(model.forward, run)
+
+
+class Swish(Half):
+    """A learned number comes first, and then a weight with one number a column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope, self.gate = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(WIDE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.up(self.norm(x))
+        return x + self.down(torch.sigmoid(self.gate) * wide * torch.sigmoid(self.slope * wide))
+
+
+class Parallel(Half):
+    """A norm for two: the MLP begins with a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        return x + self.mix(normed).cumsum(1).tanh() + self.down(F.gelu(self.up(normed)))
+
+
+def test_groups_inside_of_chunked_mlps_run_every_length_by_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeStep(workload(Swish), device=CPU)
+    with fake.in_form(Form(rows=3, fused=True)):
+        made = plan_by_hand(record(fake), ())
+    closed: list[Any] = []
+    lower = fused_group.lower
+
+    def noted(*given: Any) -> Any:
+        closed.append(given)
+        return lower(*given)
+
+    monkeypatch.setattr(fused_group, "lower", noted)
+    torch.manual_seed(0)
+    untouched = Model(Swish).train()
+    with kernels.interpreted():
+        model = remat.apply(copy.deepcopy(untouched), made, on_larger="warn")
+        for samples in (16, 9, 12, 7, 15):
+            one, two = (stepped(untouched, untouched, False, samples), stepped(model, model, False, samples))
+            for name, gradient in one.gradients.items():
+                assert torch.allclose(gradient, two.gradients[name], rtol=1e-4, atol=1e-6), name
+            if samples in (16, 9):  # the first two are captured, the second with open sizes
+                closed.clear()
+    assert closed == []
+
+
+def test_groups_inside_keep_no_copy_of_the_rows_under_autocast() -> None:
+    """As they would: autocast keeps the cast of every leaf."""
+    fake = fake_step(
+        dataclasses.replace(workload(Parallel), autocast=torch.bfloat16), find_planning_device("h100-80gb")
+    )
+    peaks = []
+    for fused in (False, True):
+        with fake.in_form(Form(rows=4, fused=fused)):
+            graph = record(fake)
+        alive = Memory(graph).curve(tuple(every_block(graph))).alive_bytes
+        peaks.append(alive[: graph.forward_end].max())
+    assert peaks[1] <= peaks[0]
 
 
 POLICIES = {"float32": (torch.float32, False), "autocast": (torch.float32, True), "bfloat16": (torch.bfloat16, False)}

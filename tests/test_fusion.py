@@ -542,7 +542,7 @@ def test_pieces_of_a_loss_with_other_numbers_of_rows_run_the_same_kernels(loweri
     graph = fx.Graph()
     logits, labels = graph.placeholder("logits"), graph.placeholder("labels")
     graph.output(graph.call_function(F.cross_entropy, (logits, labels), {"reduction": "none"}))
-    run = as_group(fx.GraphModule(nn.Module(), graph), "fused(row_losses)")
+    run = as_group(fx.GraphModule(nn.Module(), graph), "fused(row_losses)", [True, True])
     for rows in (64, 40, 7, 100):
         given = torch.randn(rows, 30, requires_grad=True), torch.randint(0, 30, (rows,))
         expected = F.cross_entropy(*given, reduction="none")

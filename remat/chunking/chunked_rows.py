@@ -5,7 +5,7 @@ slice again at a time, and its gradients. So of what is wide only a slice is eve
 forward once more, without its last products, whose values no derivative asks for.
 
 Rule 1  Every row's result, and the gradient of every row, are what the untouched nodes compute: bitwise, where what a
-        kernel makes of a row does not depend on how many there are.
+        kernel makes of a row does not depend on how many there are, and where nothing inside is fused.
 Rule 2  Gradients of weights inside are sums over all rows, and are added up slice by slice in float32: they differ from
         the eager baseline's by the order of a sum.
 Rule 3  Under autocast the weights of products are cast once for all slices; their gradients are as wide as they are.
@@ -108,10 +108,10 @@ class ChunkedRows:
         """
         flat, prepared = rows.flatten(0, -2), self._prepared(beside)
         if self.is_fused:
-            prepared = [_leaf(each, asks) for each, asks in zip(prepared, wanted[1:], strict=True)]
+            flat, *prepared = (_leaf(each, asks) for each, asks in zip((flat, *prepared), wanted, strict=True))
         result: Tensor | None = None
         for cut in row_slices(flat.shape[0], self.slices):
-            made = self._made(flat[cut], prepared, wanted[0])
+            made = self._made(flat, cut, prepared)
             if result is None:
                 result = made.new_empty(*rows.shape[:-1], made.shape[-1])  # no view: the caller may write to it
             result.view(-1, made.shape[-1])[cut] = made
@@ -119,12 +119,12 @@ class ChunkedRows:
         assert result is not None
         return result
 
-    def _made(self, rows: Tensor, prepared: Sequence[Any], asks: bool) -> Tensor:
-        """Return the result of a slice."""
+    def _made(self, rows: Tensor, cut: slice, prepared: Sequence[Any]) -> Tensor:
+        """Return the result of a slice. Groups run where there is a gradient, of which nothing is kept."""
         if not self.is_fused:
-            return self.body(rows, *prepared)
-        with torch.enable_grad(), saved_tensors_hooks(_nothing, as_given):  # groups run where there is a gradient
-            return self.body(_leaf(rows, asks), *prepared).detach()
+            return self.body(rows[cut], *prepared)
+        with torch.enable_grad(), saved_tensors_hooks(_nothing, as_given):
+            return self.body(rows[cut], *prepared).detach()  # a slice of a leaf: autocast keeps casts of leaves
 
     def gradients(
         self,

@@ -184,7 +184,8 @@ def _form(plan: Plan) -> list[tuple[str, ...]]:
         rows.append(("MLPs", f"{runs}", what))
     if form.fused:
         groups = sum(node.op.startswith("fused(") for call in plan.identities for node in call)
-        rows.append(("fused", _count(groups, "group"), "of pointwise and reducing nodes, compiled as kernels"))
+        inside = ", beside those inside MLPs" if form.rows else ""
+        rows.append(("fused", _count(groups, "group"), f"of pointwise and reducing nodes, compiled as kernels{inside}"))
     if rows:
         extra = plan.predicted["form_time_us"] / (plan.without_checkpointing["step_time_us"] or 1.0)
         whole = plan.predicted.get(WHOLE)

@@ -15,7 +15,7 @@ from remat.fusion.fused_group import FusedGroup
 
 
 def formed(graph_module: fx.GraphModule, form: Form, call: int) -> fx.GraphModule:
-    """Copy the graph of call `call` into `form`: heads and MLPs are chunked first, then all is fused, chunks inside."""
+    """Copy the graph of call `call` into `form`: chunk losses and MLPs, then fuse the rest and inside of the chunks."""
     chunked = chunk(graph_module, slices_in(form.chunks, call), form.rows)
     if not form.fused:
         return chunked
@@ -34,7 +34,8 @@ def _fuse_losses(head: ChunkedLoss) -> None:
     opened = graph.call_module("opened", (logits,))
     graph.output(graph.call_module("row_losses", (opened, labels, *constants)))
     parts = torch.nn.ModuleDict({"opened": head.opened, "row_losses": head.row_losses})
-    head.row_losses = as_group(fx.symbolic_trace(fx.GraphModule(parts, graph)), "fused(row_losses)")
+    by_row = [True, True, *(False for _ in constants)]
+    head.row_losses = as_group(fx.symbolic_trace(fx.GraphModule(parts, graph)), "fused(row_losses)", by_row)
     head.opened = fx.symbolic_trace(as_given)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ FUSED = "fused_group"  # the callee of a group's node, and the key of its meta f
 def fuse(graph_module: fx.GraphModule, *, are_rows: bool = False) -> fx.GraphModule:
     """Copy `graph_module` with each group as one node; other nodes are unchanged, in their order.
 
-    are_rows  it runs on slices of the rows that its nodes tell of, so its sizes say nothing of those of a batch
+    are_rows  its first input is given slice by slice, so the sizes of what is made of it are no batch's
     """
     return _Fuser(graph_module, are_rows).module()
 
@@ -30,12 +31,15 @@ def fused_groups(graph_module: fx.GraphModule) -> list[FusedGroup]:
     return [node.meta[FUSED] for node in graph_module.graph.nodes if FUSED in node.meta]
 
 
-def as_group(graph_module: fx.GraphModule, text: str) -> fx.GraphModule:
-    """Make one group of a whole graph that has one result for each row, in a graph of its own."""
+def as_group(graph_module: fx.GraphModule, text: str, by_row: Sequence[bool]) -> fx.GraphModule:
+    """Make one group of a whole graph that has one result for each row, in a graph of its own.
+
+    by_row  whether each of its inputs has rows
+    """
     (output,) = graph_module.graph.find_nodes(op="output")
     output.args = ((output.args[0],),)
     graph_module.recompile()
-    graph, group = fx.Graph(), FusedGroup(graph_module, text)
+    graph, group = fx.Graph(), FusedGroup(graph_module, text, by_row=by_row)
     given = [graph.placeholder(str(node.target)) for node in graph_module.graph.find_nodes(op="placeholder")]
     call = graph.call_function(_calling(group), tuple(given))
     call.meta = {"called": text, FUSED: group}
@@ -45,7 +49,7 @@ def as_group(graph_module: fx.GraphModule, text: str) -> fx.GraphModule:
 
 class _Fuser:
     def __init__(self, source: fx.GraphModule, are_rows: bool):
-        self._source, self._are_rows = source, are_rows
+        self._source, self._by_row = source, _with_rows(source) if are_rows else None
         self._groups = {group.members[-1]: group for group in find_groups(source)}
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
@@ -67,8 +71,12 @@ class _Fuser:
         wanted = {source for node in again for source in node.all_input_nodes}
         results = [node for node in group.makers if group.is_read(node) or node in wanted]
         inside = [i for i, node in enumerate(results) if not _leaves(node)]
-        sizes = None if self._are_rows else [described(node.meta.get("example_value")) for node in given]
-        function = FusedGroup(_module_of(group, given, results), group.text, inside, sizes)
+        module = _module_of(group, given, results)
+        if self._by_row is not None:
+            function = FusedGroup(module, group.text, inside, by_row=[node in self._by_row for node in given])
+        else:
+            sizes = [described(node.meta.get("example_value")) for node in given]
+            function = FusedGroup(module, group.text, inside, sizes)
         call = self._graph.call_function(_calling(function), tuple(self._copies[node] for node in given))
         values = tuple(node.meta["example_value"] for node in results)
         last = group.makers[-1]
@@ -84,6 +92,15 @@ class _Fuser:
                 del self._copies[node].meta[FUSED]
         for node in again:
             self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
+
+
+def _with_rows(graph_module: fx.GraphModule) -> set[fx.Node]:
+    """Return the first input and all that is made of it."""
+    found: set[fx.Node] = set()
+    for node in graph_module.graph.nodes:
+        if not found or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _leaves(node: fx.Node) -> bool:

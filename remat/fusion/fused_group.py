@@ -57,7 +57,8 @@ class FusedGroup:
 
     module  inputs -> results in a tuple, as the nodes compute them       text  its operators
     may_share  numbers of results that cannot be written to: equal ones share a storage
-    inputs  sizes of the inputs in the captured graph; None: only the number of rows is open, once it varies
+    inputs  sizes of the inputs in the captured graph
+    by_row  in place of these, whether each input has rows: their number is open, once it varies
     watch   hook of a validation
     """
 
@@ -66,9 +67,11 @@ class FusedGroup:
         module: fx.GraphModule,
         text: str,
         may_share: Sequence[int] = (),
-        inputs: Sequence[Described] | None = None,
+        inputs: Sequence[Described] = (),
+        by_row: Sequence[bool] = (),
     ):
-        self.module, self.text, self.may_share, self._inputs = module, text, tuple(may_share), inputs
+        self.module, self.text, self.may_share = module, text, tuple(may_share)
+        self._inputs, self._by_row = inputs, by_row
         self.watch = GroupWatch()
         self._shapes = 0
 
@@ -110,8 +113,10 @@ class FusedGroup:
 
     def _lowered_open(self, given: tuple[Any, ...]) -> Lowered | None:
         """Lower for all sizes, if some are open and the inputs match them."""
-        inputs = self._inputs if self._inputs is not None else with_open_rows(given) if self._shapes else ()
-        found = opened(inputs, given) if are_open(inputs) and not fakes_are_on() else None
+        if fakes_are_on():
+            return None
+        inputs = with_open_rows(given, self._by_row) if self._by_row and self._shapes else self._inputs
+        found = opened(inputs, given) if are_open(inputs) else None
         if found is None:
             return None
         known = _OPEN.setdefault((self._content, are_interpreted(), _autocast(given), found.kinds), [])

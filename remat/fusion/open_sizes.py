@@ -48,13 +48,13 @@ def described(value: Any) -> Described:
     return expression_of(value) if isinstance(value, (int, torch.SymInt)) else None
 
 
-def with_open_rows(given: Sequence[Any]) -> list[Described]:
-    """Open the number of rows of tensors with as many rows as the first."""
+def with_open_rows(given: Sequence[Any], by_row: Sequence[bool]) -> list[Described]:
+    """Open the number of rows of the inputs that have rows, `by_row`."""
     rows = sympy.Symbol("rows")
     found = []
-    for value in given:
+    for value, has_rows in zip(given, by_row, strict=True):
         sizes = described(value)
-        if isinstance(sizes, Sizes) and value.dim() and value.shape[0] == given[0].shape[0]:
+        if has_rows and isinstance(sizes, Sizes):
             sizes = dataclasses.replace(sizes, shape=(rows, *sizes.shape[1:]))
         found.append(sizes)
     return found

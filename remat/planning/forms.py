@@ -4,7 +4,8 @@ A form is a step of its own: recorded, costed, posed, solved and replayed like a
 that a loss head is one node, and so is a fused group. So a plan of one number of slices is a plan of the others, and a
 good one to begin from. `portfolio.py` chooses among them.
 
-Rule 1  On a device at hand, a loss is cut into no more slices than leave every row's gradient bitwise what it was.
+Rule 1  On a device at hand, a loss is cut into no more slices than leave every row's gradient bitwise what it was,
+        unless groups are fused, which round anyway.
 Rule 2  Where groups may be fused they are, in every form but the captured one.
 Rule 3  Runs of nodes that act by row (`chunking/rows.py`: MLPs) are cut all alike, into slices whose widest value has
         about `FormChoice.row_numbers` numbers, beside a loss in `FormChoice.beside_rows` slices. Their forward is made
@@ -139,7 +140,7 @@ class StepForms:
             return 0
         widest = self._times * max(run.rows * run.widest for _, run in self._row_runs)
         slices = min(max(round(widest / self._choice.row_numbers), 2), self._choice.most_row_slices)
-        if self._whole.costs.source == "measured":
+        if self._whole.costs.source == "measured" and not self.fuse:
             device, autocast = self._step.device, self._step.workload.autocast
             different = {run.signature: run for _, run in self._row_runs}.values()
             if any(rows_round_alike(run, slices, device, autocast) is False for run in different):
@@ -178,7 +179,7 @@ class StepForms:
 
     def _rounds_alike(self, slices: int) -> bool:
         """Return whether gradients stay bitwise those of the whole loss, tested on the device if there is one."""
-        if self._whole.costs.source != "measured":
+        if self._whole.costs.source != "measured" or self.fuse:
             return True
         if slices not in self._alike:
             dtype, device = self._step.product_dtype, self._step.device

@@ -107,7 +107,7 @@ def _only_captured(study: Study, budget_bytes: int, limits: Limits, *, judged: b
 class _FormSearch:
     """The search among the forms of a step. (Rules 2 to 5)
 
-    bounds_us  of forms of which no plan is known
+    bounds_us  of forms of which no plan is known        _extras_us  of all forms that were recorded
     """
 
     def __init__(self, study: Study, budget_bytes: int, limits: Limits, *, judged: bool, worth: float):
@@ -118,6 +118,7 @@ class _FormSearch:
         self._looked_below_us = -math.inf  # for the step as captured, the second time
         self.others: list[FoundPlan] = []
         self.bounds_us: list[float] = []
+        self._extras_us: list[float] = []
         self._refused: dict[StepForm, Refusal] = {}  # the last of each
         self.is_cut_short = self.is_interrupted = False
         self.has_dropped = False  # a plan of another form that exceeds the budget as it runs
@@ -166,7 +167,7 @@ class _FormSearch:
         if self.is_interrupted or (self._price_to_beat_us <= 0 and not self._forms.fuse):
             return
         self._search_each(self._forms)
-        least_us = self._cheapest_us + self._forms.rows_us
+        least_us = min([0.0, *self._extras_us]) + self._forms.rows_us
         if least_us < self._price_to_beat_us:
             self._search_each(self._forms.with_rows())
         elif self._forms.rows_us:
@@ -177,6 +178,7 @@ class _FormSearch:
     def _search_each(self, forms: Iterable[StepForm]) -> None:
         clock = self._limits.clock
         for at in forms:
+            self._extras_us.append(at.extra_us)
             if self._is_over:
                 self.is_cut_short = True
                 self.bounds_us.append(min(at.extra_us, 0.0))
@@ -306,8 +308,8 @@ class _FormSearch:
         refused = list(self._refused.values())
         if self.is_cut_short:
             return NoPlanInTime(
-                f"{min(refused, key=_least_budget)} That is with the loss whole or in few chunks: there was no time to "
-                "look for plans that cut it finer; raise --time-limit."
+                f"{min(refused, key=_least_budget)} There was no time for all forms of the step, such as more "
+                "chunks of its loss; raise --time-limit."
             )
         late = [error for error in refused if isinstance(error, NoPlanInTime)]
         return min(late or refused, key=_least_budget)  # final only if every form refuses

@@ -219,7 +219,7 @@ def watched(sources: Sources, within: Callable[[], bool] = lambda: True) -> Iter
     def called(frame: Any, event: str, function: Any) -> None:
         if event == "c_call" and _reads_system(function):
             reader = _outside_of(frame, _PASSED)
-            if reader is not None and _home(reader) not in _UNSEEN:
+            if reader is not None and _home(reader) not in _UNSEEN and not _collects(reader):
                 note(reader, reader.f_lineno)
 
     @untraced
@@ -242,14 +242,11 @@ def watched(sources: Sources, within: Callable[[], bool] = lambda: True) -> Iter
         return line
 
     before = sys.gettrace(), sys.getprofile()
-    collector = gc.callbacks[:]  # run wherever memory is collected: they read clocks, and steer no forward
-    gc.callbacks.clear()
     sys.settrace(entered)
     sys.setprofile(called)
     try:
         yield seen
     finally:
-        gc.callbacks[:0] = collector
         restart = getattr(before[1], "enable", None)  # cProfile's, which is no function
         restart() if restart else sys.setprofile(before[1])
         sys.settrace(before[0])
@@ -258,6 +255,14 @@ def watched(sources: Sources, within: Callable[[], bool] = lambda: True) -> Iter
 
 def _home(frame: Any) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _collects(frame: Any) -> bool:
+    """Return whether `frame` runs in a callback of the garbage collector, which runs anywhere and is no forward's."""
+    codes = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _outside_of(frame: Any, packages: Container[str]) -> Any:

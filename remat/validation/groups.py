@@ -121,7 +121,7 @@ def _in_float64(value: Any) -> Any:
 
 
 def _is_float(value: Tensor | None) -> bool:
-    """Return whether a cast is to floats; the losses of a head know no values, and theirs are."""
+    """Return whether the value of a cast is floats. Nodes of chunked losses know no values; they cast to floats."""
     return value is None or value.is_floating_point()
 
 
