@@ -1,8 +1,12 @@
-"""The table of means that combine, asked of the product: what it refuses has a number, and the reason below."""
+"""The table of means that combine, asked of the product: what it refuses has a number, and the reason below.
+
+`python docs/combinations.py` writes it into its page, and a test holds it to that.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from remat.costing.planning_device import find_planning_device
@@ -11,6 +15,7 @@ from remat.planning.forms import why_whole_in
 from remat.planning.request import PlanRequest
 from remat.workload.training_loop import TrainingLoop
 
+PAGE = Path(__file__).parent / "reference" / "combinations.md"
 CHUNKS = "chunked losses and MLPs"
 MEANS: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {  # what is asked for, and the loop
     CHUNKS: ({}, {}),
@@ -32,7 +37,7 @@ LEFT_WHOLE = "Losses and MLPs are left whole: "
 def reference() -> Iterator[str]:
     """Lines of Markdown: a table with a row and a column for each of the means, and the reasons of its numbers."""
     names, reasons = list(MEANS), dict[str, int]()
-    yield f"\n| | {' | '.join(names[1:])} |\n|{'---|' * len(names)}"
+    yield f"| | {' | '.join(names[1:])} |\n|{'---|' * len(names)}"
     for row, name in enumerate(names[:-1], 1):
         cells = ["" for _ in range(1, row)]
         for other in names[row:]:
@@ -65,3 +70,13 @@ def why_not(*names: str) -> str | None:
         return str(error)
     why = why_whole_in(request.how, around) if CHUNKS in names else None
     return None if why is None else f"{LEFT_WHOLE}{why}."
+
+
+def page() -> str:
+    """Return the page: its own text, up to the first table, and the table."""
+    text, _, _ = PAGE.read_text(encoding="utf-8").partition("\n| ")
+    return "\n".join([text, *reference(), ""])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -9,13 +9,9 @@ from pathlib import Path
 
 from sphinx.application import Sphinx
 
-sys.path.insert(0, str(Path(__file__).parent))  # for what writes pages
+sys.path.insert(0, str(Path(__file__).parent))  # for `commands` and `plan_fields`
 
-WRITTEN = {  # pages, by what writes them
-    "reference/command-line": "commands",
-    "reference/plan-file": "plan_fields",
-    "reference/combinations": "combinations",
-}
+WRITTEN = {"reference/command-line": "commands", "reference/plan-file": "plan_fields"}  # pages, by what writes them
 OUTSIDE = re.compile(r"\]\((\.\./\.\./)")
 
 project = "remat"

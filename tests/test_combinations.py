@@ -73,6 +73,10 @@ FAST = ("fused kernels-frozen weights on the host", "chunked losses and MLPs-sha
 OFTEN = ("fused kernels-activations on the host", "optimizer state on the host-step in backward", "EMA-DDP")
 
 
+def test_the_page_shows_the_table() -> None:
+    assert combinations.PAGE.read_text(encoding="utf-8") == combinations.page(), "run python docs/combinations.py"
+
+
 @pytest.mark.fast(*FAST)
 @pytest.mark.often(*FAST, *OFTEN)
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
