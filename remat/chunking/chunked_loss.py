@@ -34,6 +34,7 @@ from remat.capture.nodes import autocast
 from remat.errors import CaptureError, RematError
 
 ALIGNED_ROWS = 64  # of a tile of a product
+ALIGNED_PIECE = 8  # a multiple of 16 bytes, whatever the number of classes: compiled code copies what begins elsewhere
 FEWEST_ROWS = 128  # of a slice: a product of a few takes another kernel, which rounds otherwise
 PIECE = 1 << 25  # maximum logits of a piece: products want many rows, the nodes between take 16 bytes for each
 PIECES = 8  # of a slice at least
@@ -230,10 +231,10 @@ def slices_of(rows: int, slices: int) -> Iterator[slice]:
 def cuts(first: int, end: int, most: int) -> Iterator[slice]:
     """Cut rows [first, end) into nearly equal slices of about `most`: products of few rows take another kernel.
 
-    Long slices begin at multiples of `ALIGNED_ROWS`.
+    Long slices begin at multiples of `ALIGNED_ROWS`, shorter ones at multiples of `ALIGNED_PIECE`.
     """
     parts = max(-(-(end - first) // max(most, 1)), 1)
-    unit = ALIGNED_ROWS if end - first >= 8 * ALIGNED_ROWS * parts else 1
+    unit = next((unit for unit in (ALIGNED_ROWS, ALIGNED_PIECE) if end - first >= 8 * unit * parts), 1)
     borders = [first + round(i * (end - first) / parts / unit) * unit for i in range(parts)]
     yield from map(slice, borders, [*borders[1:], end])
 
