@@ -36,7 +36,7 @@ def test_keywords_are_the_fields_of_the_request() -> None:
 
 
 def test_the_plan_function_spells_every_keyword_out() -> None:
-    own = {"workload", "target", "costs", "loop", "batch_size", "menu", "on_progress"}
+    own = {"workload", "target", "costs", "loop", "batch_size", "menu", "lengths", "on_progress"}
     assert set(inspect.signature(remat.plan).parameters) == own | set(Wanted.__annotations__)
 
 

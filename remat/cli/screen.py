@@ -73,9 +73,26 @@ def plan_text(plan: Plan) -> str:
             aligned([*_promise(plan), *_form(plan), *_offloads(plan), *(_decision(plan) if plan.regions else ())]),
             *([] if plan.regions else [_without_regions(plan)]),
             *_caveats(plan),
+            *([_by_length(plan)] if plan.shorter else []),
             f"at the peak, {plan.predicted['peak_at']}\n{breakdown_text(plan.predicted['breakdown'])}",
         ]
     )
+
+
+def _by_length(plan: Plan) -> str:
+    """Format the plans for batches of several lengths, shortest first."""
+    rows = [
+        (
+            f"{each.about['seq_len']}",
+            gib(each.predicted["peak_bytes"]),
+            ms(each.predicted["step_time_us"]),
+            f"{100 * each.predicted['overhead']:+.1f} %",
+            gib(each.without_checkpointing["peak_bytes"]),
+        )
+        for each in (*plan.shorter, plan)
+    ]
+    (header,), lines = columns(("tokens", "peak", "step", "added", "without checkpointing"), rows)
+    return "\n  ".join(["a batch runs under the first plan that holds it", header, *lines])
 
 
 def _caveats(plan: Plan) -> Iterator[str]:

@@ -7,7 +7,8 @@ the name and the module path beside it for a person to read. What stands at that
 File version 1 has no identities; such a plan applies to a graph of the same names and wiring. Versions 1 and 2 say in
 two fields how a plan executes (`regions_are`, and `compiler` in `about`), version 3 in one. Version 4 has offloads, or
 counts on the optimizer's state being on the host; version 5 lets go of offloads between slices of a loss. A plan is
-written as the oldest version from 3 on that can say it. `plan.schema.json` beside this file is the reference of all.
+written as the oldest version from 3 on that can say it. Plans for shorter batches can be in any of these: an earlier
+remat runs the one for the longest. `plan.schema.json` beside this file is the reference of all.
 """
 
 from __future__ import annotations
@@ -242,6 +243,7 @@ class Plan:
         execution: "eager" or "modules"; "inductor" or "aot_eager" in files of earlier versions.
         identities: Identity of each graph call's nodes; empty in plans of file version 1.
         offloads: Storages that are on the host between forward and backward.
+        shorter: Plans for shorter batches, shortest first: a batch runs under the first one that holds it.
 
     Raises:
         UsageError: `load` finds no complete plan file.
@@ -264,6 +266,7 @@ class Plan:
     execution: str = "eager"
     identities: tuple[Identity, ...] = dataclasses.field(default=(), repr=False)
     offloads: tuple[OffloadRef, ...] = ()
+    shorter: tuple[Plan, ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
@@ -290,7 +293,10 @@ class Plan:
         return Plan.from_json(read_json(Path(path), FORMAT, VERSION, "plan"), str(path))
 
     def to_json(self) -> dict[str, Any]:
-        data = dataclasses.asdict(dataclasses.replace(self, identities=()))
+        data = dataclasses.asdict(dataclasses.replace(self, identities=(), shorter=()))
+        del data["shorter"]
+        if self.shorter:
+            data["shorter"] = [plan.to_json() for plan in self.shorter]
         if not self.offloads:
             del data["offloads"]
         for row in data.get("offloads", ()):
@@ -309,13 +315,14 @@ class Plan:
     @staticmethod
     def from_json(data: dict[str, Any], where: str = "plan") -> Plan:
         try:
-            younger = ("execution", "identities", "offloads")
+            younger = ("execution", "identities", "offloads", "shorter")
             fields = {field.name: data[field.name] for field in dataclasses.fields(Plan) if field.name not in younger}
             fields["identities"] = () if data.get("version") == 1 else _identities_from_json(data["identities"])
             fields["execution"], fields["about"] = _execution_from_json(data)
             fields["regions"] = tuple(_region_from_json(row) for row in fields["regions"])
             fields["fingerprints"] = tuple(fields["fingerprints"])
             fields["offloads"] = tuple(map(_offload_from_json, data.get("offloads", ())))
+            fields["shorter"] = tuple(Plan.from_json(each, where) for each in data.get("shorter", ()))
             return Plan(**fields)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -107,14 +109,33 @@ class Now:
     repeats: bool
 
 
+def holds(planned: Mapping[str, str], given: Mapping[str, str]) -> bool:
+    """Return whether tensors of the shapes `given` are no larger in any dimension than `planned` ones of their names.
+
+    Both as `given_to` describes the arguments of a forward.
+    """
+    names = planned.keys() & given.keys()
+    return bool(names) and all(
+        len(most) == len(found) and all(map(operator.le, found, most))
+        for name in names
+        for most, found in [(_sizes(planned[name]), _sizes(given[name]))]
+    )
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(size) for shape in re.findall(r" (\d[\dx]*)", text) for size in shape.split("x")]
+
+
 class StepForwards:
-    """The forwards of a plan's step, and where training is in them."""
+    """The forwards of a plan's step, and where training is in them.
+
+    counted  the forwards that no backward has followed yet; of all plans that a model runs under
+    """
 
     def __init__(self, plan: Plan):
         self.planned = forwards_of(plan.about, len(plan.fingerprints))
         self._traced_with = _traced_with(plan, self.planned)
-        self._pass = Pass()
-        self._next = 0
+        self.counted = Pass()
 
     @property
     def are_single_graphs(self) -> bool:
@@ -126,7 +147,7 @@ class StepForwards:
 
     def now(self, path: str) -> Now:
         """Return the planned forward for a call of the module at `path`. Raises PlanMismatch if there is none."""
-        if self._pass.is_over(len(self.planned)):
+        if self.counted.is_over(len(self.planned)):
             self._begin()
         here = [number for number, forward in enumerate(self.planned) if forward.module == path]
         if not here:
@@ -135,26 +156,25 @@ class StepForwards:
                 f"the plan is for a step that calls {called} of the model, and not the model itself, which is called "
                 "here; use the model as planned, or make a plan for this step."
             )
-        later = next((number for number in here if number >= self._next), None)
+        later = next((number for number in here if number >= self.counted.next), None)
         number = here[-1] if later is None else later
-        return Now(number, self.planned[number], begins=not self._pass.count, repeats=later is None)
+        return Now(number, self.planned[number], begins=not self.counted.count, repeats=later is None)
 
     def _begin(self) -> None:
         """Begin a step; or continue it, if the planned step also has a backward or drops forwards here."""
-        if 0 < self._next < len(self.planned) and self.planned[self._next - 1].ended:
-            self._pass.goes_on()
+        if 0 < self.counted.next < len(self.planned) and self.planned[self.counted.next - 1].ended:
+            self.counted.goes_on()
         else:
-            self._pass.begin()
-            self._next = 0
+            self.counted.begin()
 
     def returned(self, now: Now, outputs: Any) -> None:
         """Note that the forward `now` has returned `outputs`."""
-        self._next = now.number + 1
-        self._pass.add(outputs)
+        self.counted.next = now.number + 1
+        self.counted.add(outputs)
 
     def too_many(self, plan: Plan) -> str:
         """Describe a forward that the plan does not have."""
-        planned, found = len(self.planned), self._pass.count + 1
+        planned, found = len(self.planned), self.counted.count + 1
         return (
             f"this is forward number {found} since the last backward, and the plan is for a step of {planned}: what "
             f"the earlier ones keep is there still, and the peak may exceed the planned "

@@ -51,7 +51,7 @@ from remat.execution.eager.rewrite import Counts, RegionWatch
 from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.execution.early_forwards import EarlyForwards, complete
 from remat.execution.first_step import FirstStep, in_own_containers
-from remat.execution.forwards import ModuleForward, Now, StepForwards, modules_of
+from remat.execution.forwards import ModuleForward, Now, StepForwards, holds, modules_of
 from remat.execution.optimizer_as_planned import unlike_planned
 from remat.execution.placing import Placer
 from remat.execution.second_step import SMALL_CHANGE, SecondStep
@@ -70,7 +70,18 @@ OnLarger = Literal["warn", "refuse"]
 MANY_TRACES = 16
 
 # Attributes in copies and pickles of a planned forward.
-_LASTING = ("model", "plan", "on_larger", "observe", "verify_first_step", "replaced", "_root", "_modules")
+_LASTING = (
+    "model",
+    "plan",
+    "on_larger",
+    "observe",
+    "verify_first_step",
+    "replaced",
+    "_root",
+    "_modules",
+    "main",
+    "shorter",
+)
 
 _NOT_COMPILED = (
     "a planned model runs uncompiled, within its budget: torch.compile would drop the plan's regions. For a compiled "
@@ -88,7 +99,9 @@ UNPACKED = (
 class PlannedForward(UnderPlan):
     """The forward of a model that has a plan.
 
-    copies  makes copies between device and host; None: chosen for the device at hand
+    copies   makes copies between device and host; None: chosen for the device at hand
+    shorter  forwards of the same model under the plan's plans for shorter batches
+    main     the one that this is a shorter one of, or itself
     """
 
     copies: Copies | None = None
@@ -101,6 +114,8 @@ class PlannedForward(UnderPlan):
         self.verify_first_step = verify_first_step
         self.replaced = model.__dict__.get("forward")
         self._root, self._modules = ModuleForward(self, "", model), modules_of(self, model)
+        self.main = self
+        self.shorter = [type(self)(model, each, on_larger, observe, verify_first_step) for each in plan.shorter]
         self._prepare()
 
     def install(self) -> None:
@@ -133,6 +148,8 @@ class PlannedForward(UnderPlan):
         self._count_forwards()
         self._graphs: dict[int, GraphCalls] = {}  # by the first forward with the same trace
         self._running: GraphCalls | None = None  # the one whose forward is on
+        for each in self.shorter:
+            each.main, each.forwards.counted, each._last_outputs = self, self.forwards.counted, self._last_outputs
 
     def _begin_verifying(self) -> None:
         self.head_watch, self.region_watch = Watch(), RegionWatch()
@@ -189,6 +206,8 @@ class PlannedForward(UnderPlan):
             return self._alone(*args, **kwargs)
         if inspect.isgeneratorfunction(self.original) and not self.forwards.are_at(self._at.path):
             return self.original(*args, **kwargs)  # its modules are called, as planned, once this has returned
+        if (chosen := self._for_batch(args, kwargs)) is not self:
+            return chosen(*args, **kwargs)
         self._now = self.forwards.now(self._at.path)
         graphs = self._current_graphs()
         self._compare_autocast()
@@ -196,6 +215,18 @@ class PlannedForward(UnderPlan):
         self._compare_loop()
         run = functools.partial(self._run_traced, graphs, args, kwargs)
         return self._verified(run, args, kwargs)
+
+    def _for_batch(self, args: Any, kwargs: Any) -> PlannedForward:
+        """Return the forward under the first plan that holds the batch, this one if none does."""
+        if not self.shorter:
+            return self
+        given = given_to(self.original, args, kwargs)
+        fits = (each for each in self.shorter if holds(each.forwards.planned[0].given, given))
+        chosen = next(fits, self)
+        for each in (self, *self.shorter):
+            if each is not chosen:
+                each.second_step.interrupted()
+        return chosen
 
     def _verified(self, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """Run `run`, verified as in `FirstStep.run`; an early forward leaves the verification to a later one."""
@@ -472,7 +503,7 @@ class PlannedForward(UnderPlan):
             )
 
     def _refuse_other_plans(self) -> None:
-        others = [path for path, forward in modules_under_plans(self.model).items() if forward is not self]
+        others = [path for path, forward in modules_under_plans(self.model).items() if forward is not self.main]
         if others:
             raise PlanMismatch(
                 f"other plans are applied inside of this model (on {first_few(others)}), and no region holds them: "

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Unpack
 
 from remat.capture.model_state import generators_kept
@@ -33,6 +33,7 @@ from remat.planning.portfolio import BestPlan, fastest
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import FormChoice, Numerics, PlanRequest, Wanted
 from remat.planning.search import OnReplay
+from remat.planning.shorter import require_lengths, with_shorter
 from remat.planning.study import Study
 from remat.recording.fake_step import FakeStep
 from remat.reservation.fragmentation import assumed_settings
@@ -65,6 +66,7 @@ def plan(
     solver: Solver | None = None,
     forms: FormChoice | None = None,
     menu: bool = False,
+    lengths: Sequence[int] = (),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Find the plan with the least added time whose peak over the whole step stays within `budget`.
@@ -91,6 +93,8 @@ def plan(
         solver: A function of `remat.solvers`, by default the exact one.
         forms: Forms of the step that are tried.
         menu: Also find plans with other numerics or with offloading, for `plan.alternatives`.
+        lengths: Tokens of shorter batches that get plans of their own, in `plan.shorter`, where these save time. The
+            longest batch is the workload's.
         on_progress: Called with (done, total) while costs are measured.
 
     Returns:
@@ -127,8 +131,14 @@ def plan(
     place = find_planning_device(target, costs)
     if batch_size is not None:
         workload = workload.sized(batch_size)
+    require_lengths(lengths, workload.seq_len, request)
     study = studied(workload, request, place, loop, on_progress=on_progress)
     made = plan_study(study)
+
+    def planned_at(length: int, request: PlanRequest) -> Plan:
+        return plan_study(studied(workload.sized(seq_len=length), request, place, loop))
+
+    made = with_shorter(made, study, lengths, planned_at)
     return with_alternatives(made, study, link_beside(study, place)) if menu else made
 
 

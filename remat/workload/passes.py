@@ -40,13 +40,17 @@ class _Hook:
 
 
 class Pass:
-    """The forwards that no backward has followed yet; `count` is their number."""
+    """The forwards that no backward has followed yet.
+
+    count  their number
+    next   number of the planned forward that comes next
+    """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        self.count = 0
+        self.count = self.next = 0
         self._seen = _BackwardSeen()
         self._graphs: list[weakref.ref[_Hook]] = []
 

@@ -13,12 +13,14 @@ import typer
 from remat.cli.commands import Answer
 from remat.cli.commands.files import about_with, file_name, require_writable
 from remat.cli.commands.options import Advice, BudgetOptions, Json, RequestOptions, SourceOptions
-from remat.cli.commands.source import levers_where_infeasible, opened
+from remat.cli.commands.source import Source, levers_where_infeasible, opened, workload_of
+from remat.errors import UsageError
 
 if TYPE_CHECKING:
     from remat.cli.screen import LiveLine
     from remat.evaluation.form import Form
     from remat.evaluation.plan import Plan
+    from remat.planning.request import PlanRequest
 
 
 def plan(
@@ -36,6 +38,13 @@ def plan(
             show_default="on a terminal, without offloading",
         ),
     ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Shorter batches that get plans of their own, in tokens, such as 512,1024. The longest is --seq-len.",
+            show_default=False,
+        ),
+    ] = None,
     advice: Advice = True,
     as_json: Json = False,
 ) -> Answer:
@@ -48,8 +57,10 @@ def plan(
         from remat.costing.planning_device import PlanningDevice
         from remat.planning.menu import with_alternatives
         from remat.planning.planner import link_beside, plan_study
+        from remat.planning.shorter import with_shorter
 
         found, request = opened(source, line), wanted.request(line, source, budget)
+        shorter = _lengths(lengths, found, request)
         saying = functools.partial(_replaying, line, request.execution)
         study = found.studied(
             request,
@@ -60,6 +71,8 @@ def plan(
         line.say("solving")
         with levers_where_infeasible(found, study, line, wanted=advice):
             made = plan_study(study)
+        if shorter:
+            made = with_shorter(made, study, shorter, functools.partial(_planned_at, found, line))
         looks = sys.stdout.isatty() and not as_json and request.how.runs_forms and study.step is not None
         if looks if menu is None else menu:
             link = link_beside(study, found.place or PlanningDevice(found.target, None)) if menu else None
@@ -71,6 +84,32 @@ def plan(
     made = dataclasses.replace(made, about=about)
     made.save(path)
     return _answer(made, path, replayed=study.step is not None)
+
+
+def _lengths(text: str | None, found: Source, request: PlanRequest) -> list[int]:
+    """Read `--lengths`. Raises UsageError."""
+    from remat.planning.shorter import require_lengths
+
+    if text is None:
+        return []
+    if found.spec is None:
+        raise UsageError("--lengths needs a model, and a profile has none: give --model in place of --profile.")
+    try:
+        lengths = [int(each) for each in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--lengths takes whole numbers of tokens, such as 512,1024, not {text!r}.") from None
+    require_lengths(lengths, workload_of(found.spec).seq_len, request)
+    return lengths
+
+
+def _planned_at(found: Source, line: LiveLine, length: int, request: PlanRequest) -> Plan:
+    from remat.planning.planner import plan_study
+
+    assert found.spec is not None
+    of_length = dataclasses.replace(found, spec=found.spec.changed(seq_len=length))
+    study = of_length.studied(request, line)
+    line.say(f"solving for {length} tokens")
+    return plan_study(study)
 
 
 def _replaying(line: LiveLine, execution: str, number: int, most: int) -> None:
@@ -124,6 +163,10 @@ def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
         "fused": plan.about.get("fused", False),
         "offloads": len(plan.offloads),
         "alternatives": plan.about.get("alternatives", []),
+        "shorter": [
+            {"seq_len": each.about["seq_len"], "predicted": each.predicted, "solver": each.solver}
+            for each in plan.shorter
+        ],
         "plan_path": str(path),
     }
     menu = [menu_text(plan)] if plan.about.get("alternatives") else []

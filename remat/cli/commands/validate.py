@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,18 +30,29 @@ def validate(
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of weights, data and dropout.")] = 0,
     as_json: Json = False,
 ) -> Answer:
-    """Run the step with and without the plan on this machine, and compare peak, time, loss and gradients."""
+    """Run the step with and without the plan on this machine, and compare peak, time, loss and gradients.
+
+    Plans for shorter batches are validated after it, at their lengths.
+    """
     from remat.cli.screen import live_line
     from remat.evaluation.plan import Plan
     from remat.validation.validating import validate
 
     found, place = Plan.load(plan), _device(device)
     spec = _spec_of(found, plan, model)
+    at = {spec: dataclasses.replace(found, shorter=())}
+    if model.seq_len is None:
+        at |= {spec.changed(seq_len=each.about["seq_len"]): each for each in reversed(found.shorter)}
+    reports = []
     with live_line() as line:
-        line.say(f"validating {plan}")
-        report = validate(workload_of(spec), found, device=place, seed=seed, on_progress=measuring_first(line))
-    failure = None if report.passed else ValidationFailed(f"the measurement contradicts the plan {plan}.")
-    return Answer(report.to_json(), str(report), failure)
+        for sized, each in at.items():
+            line.say(f"validating {plan}" + (f" at {each.about['seq_len']} tokens" if len(at) > 1 else ""))
+            options: dict[str, Any] = {"device": place, "seed": seed, "on_progress": measuring_first(line)}
+            reports.append(validate(workload_of(sized), each, **options))
+    failed = not all(report.passed for report in reports)
+    failure = ValidationFailed(f"the measurement contradicts the plan {plan}.") if failed else None
+    data, *shorter = (report.to_json() for report in reports)
+    return Answer({**data, "shorter": shorter}, "\n\n".join(map(str, reports)), failure)
 
 
 def _device(name: str) -> str | None:
