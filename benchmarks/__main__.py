@@ -39,6 +39,7 @@ LONG = (
     "shards",
     "combinations",
     "lengths",
+    "mixed_lengths",
     "trainers",
     "roofline",
     "kernel_tables",

@@ -1,8 +1,9 @@
-"""A plain training loop under a plan, written as a user writes it: `plain_loop.py PLAN [untouched] [requests] [blind]`.
+"""A plain training loop under a plan, written as a user writes it: `plain_loop.py PLAN [WORDS ...]`.
 
 No part of `remat` measures: the peaks are those of PyTorch's caching allocator in the third step, printed as JSON. The
 model is built on the device, and what building left in the allocator's cache is let go of. With `requests` those
 of a step more are printed too, in order; `blind` leaves out the comparison of the first step: nothing is computed.
+`untouched` leaves out the plan, and `length=512` gives batches of that length.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ STEPS = 3
 COUNTS = ("requested", "allocated", "reserved")
 
 
-def main(path: Path, *, untouched: bool, with_requests: bool, is_blind: bool) -> None:
+def main(path: Path, *, untouched: bool, with_requests: bool, is_blind: bool, length: int | None) -> None:
     plan = Plan.load(path)
     spec = spec_in(plan.about, path)
     assert spec is not None
@@ -41,7 +42,7 @@ def main(path: Path, *, untouched: bool, with_requests: bool, is_blind: bool) ->
     on_host = 0 if untouched else plan.about.get("weights_on_host", 0)
     with torch.device("cuda"):
         model = workload.build()
-        batch = workload.batch(workload.batch_size, workload.seq_len)
+        batch = workload.batch(workload.batch_size, length or workload.seq_len)
     model = model.to("cuda").train()
     batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to("cuda"), batch)
     if on_host:
@@ -120,4 +121,11 @@ def steps(
 
 if __name__ == "__main__":
     said = sys.argv[2:]
-    main(Path(sys.argv[1]), untouched="untouched" in said, with_requests="requests" in said, is_blind="blind" in said)
+    lengths = [int(word.removeprefix("length=")) for word in said if word.startswith("length=")]
+    main(
+        Path(sys.argv[1]),
+        untouched="untouched" in said,
+        with_requests="requests" in said,
+        is_blind="blind" in said,
+        length=lengths[0] if lengths else None,
+    )
