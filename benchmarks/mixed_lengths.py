@@ -100,7 +100,7 @@ def gains(name: str, samples: int, longest: int, plan: Plan) -> dict[str, Any]:
         one_us = np.interp(padded, points, alone).sum()
         number = np.searchsorted(ends, padded)
         many_us = sum(np.interp(padded[number == i], points[i : i + 2], own[i]).sum() for i in range(len(plans)))
-        found[f"{kind}_gain_percent"] = round(100 * (1 - many_us / one_us), 2)
+        found[f"{kind}_gain_percent"] = round(100 * float(1 - many_us / one_us), 2)
     return found
 
 

@@ -24,10 +24,11 @@ from remat.costing.device_allocator import measure_peak
 from remat.errors import DoesNotFit, UsageError
 from remat.evaluation.alternative import in_two_lines
 from remat.evaluation.plan import Plan
-from remat.execution.apply import counts_of
+from remat.execution.apply import counts_of, planned_forward
 from remat.execution.planned_forward import checkpoints_itself
 from remat.host.weights import weights_on_host
 from remat.planning import planner
+from remat.planning.request import FormChoice
 from remat.recording.recorder import record
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import trainable
@@ -354,6 +355,21 @@ def test_a_budget_is_planned_for_once_and_trains_alike(
     assert losses == expected and len(losses) == 2
     assert peak <= first.plan.budget_bytes
     assert peak == pytest.approx(first.plan.predicted["peak_bytes"], rel=0.005)
+
+
+@pytest.mark.fast("random")
+@pytest.mark.parametrize("sampling", ["random", "group_by_length"])
+def test_batches_of_several_lengths_run_under_their_own_plans(sampling: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"data": rows(length=lambda i: (20, 8, 12, 5)[i % 4]), "collate": padded, "max_steps": 8}
+    options["train_sampling_strategy"] = sampling
+    expected = losses_of(trainer(tmp_path, **options))
+    forms = FormChoice(worth=-1.0)  # of measured times, which vary
+    callback = RematCallback(budget="550KiB", cache=tmp_path, exact=True, lengths=(8, 12), forms=forms)
+    made = trainer(tmp_path, callback, **options)
+    assert losses_of(made) == expected
+    main = planned_forward(made.model)
+    assert [len(each.plan.regions) > 0 for each in main.shorter] == [False, True]
+    assert all(each.calls.counts.regions for each in (main.shorter[1], main))
 
 
 @pytest.mark.exhaustive
