@@ -25,11 +25,19 @@ from remat.execution.planned_forward import PlannedForward
 from remat.planning.shorter import with_shorter
 from remat.workload.workload import Workload
 from tests.cached import cached
+from tests.command_line import Remat
 from tests.test_fitting import WIDE
 from tests.toys import CONVNET, CPU
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
+MODEL = """\
+import dataclasses
+from tests.test_lengths import TEXT
+
+def text():
+    return dataclasses.replace(TEXT, name="text")
+"""
 LONGEST, LENGTHS = 32, (8, 16)
 ROWS = 16
 TEXT = WIDE.sized(batch_size=ROWS, seq_len=LONGEST)
@@ -187,6 +195,33 @@ def test_measured_peaks_are_within_the_budget_at_every_length() -> None:
         fixed = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), batch[0]))
         fixed += sum(t.nbytes for state in optimizer.state.values() for t in state.values())
         assert fixed + measure_peak(step, CPU) <= plan.budget_bytes
+
+
+# The command line
+
+
+@pytest.mark.exhaustive
+def test_the_command_plans_shows_and_validates_every_length(remat: Remat) -> None:
+    Path("text.py").write_text(MODEL)
+    said = remat("plan", "--model", "text.py:text", "--budget", "64%step", "--target", "cpu", "--lengths", "4, 8,16")
+    assert said.exit_code == 0 and "a batch runs under the first plan that holds it" in said.stdout
+    assert "no plan of its own for 4 tokens" in said.stdout or "4, 8" in said.stdout
+    data = json.loads(remat("show", "text.plan.json", "--json").stdout)
+    lengths = [each["about"]["seq_len"] for each in data["shorter"]]
+    assert lengths and lengths[-1] == 16
+    found = remat("validate", "text.plan.json", "--json")
+    assert found.exit_code == 0
+    reports = json.loads(found.stdout)
+    assert [reports["passed"], *(each["passed"] for each in reports["shorter"])] == [True, *(True for _ in lengths)]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"), [("32", "32 is not"), ("many", "whole numbers of tokens"), ("8,", "whole numbers of tokens")]
+)
+def test_the_command_refuses_lengths_that_make_no_sense(given: str, says: str, remat: Remat) -> None:
+    Path("text.py").write_text(MODEL)
+    said = remat("plan", "--model", "text.py:text", "--budget", "1GiB", "--target", "cpu", "--lengths", given)
+    assert said.exit_code == 2 and says in said.stderr
 
 
 # Files

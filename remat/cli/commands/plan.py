@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,7 +84,7 @@ def plan(
     about = {**about_with(found.spec, made.about, path), "headroom_bytes": limit.given_bytes - limit.limit_bytes}
     made = dataclasses.replace(made, about=about)
     made.save(path)
-    return _answer(made, path, replayed=study.step is not None)
+    return _answer(made, path, replayed=study.step is not None, lengths=shorter)
 
 
 def _lengths(text: str | None, found: Source, request: PlanRequest) -> list[int]:
@@ -146,7 +147,7 @@ def menu_text(plan: Plan) -> str:
     return "\n".join([f"other plans within this budget{estimated}; > marks the plan above", *table])
 
 
-def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
+def _answer(plan: Plan, path: Path, *, replayed: bool, lengths: Sequence[int]) -> Answer:
     from remat.cli.screen import plan_text
 
     data = {
@@ -173,6 +174,9 @@ def _answer(plan: Plan, path: Path, *, replayed: bool) -> Answer:
     notes = []
     if not replayed:
         notes.append("not replayed, and the loss not chunked: a profile has no model")
+    if alike := sorted({*lengths} - {each.about["seq_len"] for each in plan.shorter}):
+        tokens = ", ".join(map(str, alike))
+        notes.append(f"no plan of its own for {tokens} tokens: the next longer one is as fast, within 1 % of the step")
     if not any(each.offload for each in plan.alternatives):
         notes.append("--menu compares others: bitwise gradients, fused kernels, activation offloading")
     notes += [f"wrote {path}", f"next: remat validate {path}"]
