@@ -142,7 +142,7 @@ def forgotten_accelerators() -> Iterator[None]:
 
 
 def run(command: str, budget: str = BUDGET) -> None:
-    words = command.replace("20GiB", budget).split()
+    words = command.replace("20GiB", budget).replace("256,512,768", "16,32,48").split()
     assert words[0] == "remat"
     assert cli.main(words[1:]) == 0
 
