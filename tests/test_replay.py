@@ -235,5 +235,5 @@ def test_a_plan_s_peak_is_the_replay_s_and_says_what_the_evaluator_says_else(
     assert plan.predicted["peak_bytes"] <= budget.limit_bytes
     shown = screen._promise(plan)
     assert [row for row in shown if "evaluator" in row[2]] == [
-        ("", f"-{more_bytes} B", "difference of the evaluator, which is wrong here; the peak is the replay's")
+        ("", f"-{more_bytes} B", "error of the evaluator; the predicted peak is the replay's")
     ] * bool(more_bytes)

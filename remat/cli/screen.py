@@ -206,9 +206,9 @@ def _form(plan: Plan) -> list[tuple[str, ...]]:
     if rows:
         extra = plan.predicted["form_time_us"] / (plan.without_checkpointing["step_time_us"] or 1.0)
         whole = plan.predicted.get(WHOLE)
-        kept = "no chunks or fusion" if form.fused or form.rows else "loss not chunked"
-        other = f"{kept} (--exact) does not fit" if whole is None else f"{kept} (--exact): {100 * whole:+.1f} %"
-        rows.append(("", f"{100 * extra:+.1f} %", f"time of this; {other}"))
+        parts = "fused kernels" if form.fused else "chunks"
+        other = "no plan without (--exact) fits" if whole is None else f"without (--exact): {100 * whole:+.1f} % in all"
+        rows.append(("", f"{100 * extra:+.1f} %", f"step time of the {parts} alone; {other}"))
     elif (sliced := plan.predicted.get(SLICED)) is not None:
         rows.append(("loss", "whole", f"not chunked: the gain is below 1 % (overhead {100 * sliced:.1f} % if chunked)"))
     if not form.chunks and (plan.regions or plan.offloads):
@@ -243,7 +243,7 @@ def _evaluator_row(plan: Plan) -> list[tuple[str, ...]]:
     evaluated = plan.predicted.get("evaluator_peak_bytes", plan.predicted["peak_bytes"])
     if (apart := evaluated - plan.predicted["peak_bytes"]) == 0 or plan.execution != "eager":
         return []
-    return [("", f"{apart:+,} B", "difference of the evaluator, which is wrong here; the peak is the replay's")]
+    return [("", f"{apart:+,} B", "error of the evaluator; the predicted peak is the replay's")]
 
 
 def reserved_rows(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
