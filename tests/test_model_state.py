@@ -69,7 +69,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        self.register_buffer("buffer", torch.zeros(2))
+        self.register_buffer("buffer", torch.full((2,), 3.0))
         self.plain, self.nothing, self.steps, self.rate = torch.zeros(2), None, 0, 0.5
         self.tied = self.plain
         self.table: dict[Any, Any] = {("a", 1): torch.zeros(1), "inner": {"deep": [0]}}
@@ -101,6 +101,11 @@ CHANGES: dict[str, tuple[Callable[[Model], Any], dict[str, str]]] = {
     "lost attribute": (lambda m: delattr(m, "rate"), {"rate": OTHER}),
     "in place": (lambda m: m.plain.add_(1), {"plain": TENSOR}),
     "buffer in place": (lambda m: m.buffer.add_(1), {"buffer": TENSOR}),
+    "buffer resized": (lambda m: m.buffer.resize_(3).fill_(1), {"buffer": TENSOR}),
+    "buffer takes the storage of another": (
+        lambda m: setattr(m.buffer, "data", m.plain.add_(1)),
+        {"buffer": TENSOR, "plain": TENSOR},
+    ),
     "buffer": (lambda m: setattr(m, "buffer", torch.ones(2)), {"buffer": TENSOR}),
     "new buffer": (lambda m: m.register_buffer("second", torch.ones(2)), {"second": TENSOR}),
     "statistics": (

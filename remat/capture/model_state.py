@@ -714,6 +714,7 @@ class _KeptTensor:
         has_storage = is_parameter and type(value) in (nn.Parameter, FakeTensor)
         self._storage = StorageWeakRef(value.untyped_storage()) if has_storage else None
         self._data = value.detach().to("cpu", copy=True) if data and not is_parameter else None
+        self._alias = None if self._data is None or value.layout is not torch.strided else value.detach()
 
     def has_changed(self) -> bool:
         if self._data is not None:
@@ -723,6 +724,8 @@ class _KeptTensor:
     def put_back(self) -> None:
         if self._data is not None and self._is_other:
             with torch.no_grad():
+                if self._alias is not None:  # it may have been resized, or given the storage of another tensor
+                    self.value.data = self._alias
                 self.value.copy_(self._data)  # not into `detach()`: that of a sparse tensor has other indices then
 
     @property
