@@ -8,8 +8,10 @@ recomputed as often as the evaluator says, and the evaluator's curve must be the
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import to_refs
 from remat.execution.apply import apply, counts_of, planned_forward
 from remat.execution.eager.replay import replay
+from remat.formulation.search_space import find_space
 from remat.recording.fake_step import autocast_context
 from remat.workload.workload import Workload
 from tests import tricky_layers
@@ -118,6 +121,21 @@ def test_a_layer_trains_bit_for_bit_as_without_a_plan(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_and_under_autocast(name: str, dtype: torch.dtype) -> None:
     assert_trains_alike(workload_of(name, copies=1, autocast=dtype))
+
+
+@pytest.mark.parametrize("name", ["multi-head-attention", "brackets"])
+def test_autocast_that_a_step_enters_itself_lies_around_regions(name: str) -> None:
+    plain = workload_of(name, copies=1)
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return plain.step(model, batch)
+
+    entered = dataclasses.replace(plain, step=step).with_planned_step()
+    outside = dataclasses.replace(plain, autocast=torch.bfloat16).with_planned_step()
+    inside, around = (find_space(recorded(workload)[1]).segments for workload in (entered, outside))
+    assert len([s for s in inside if not s.plain]) == len([s for s in around if not s.plain]) > 1
+    assert_trains_alike(entered)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from remat._torch.recording import unwrapped
-from remat.capture.nodes import bracket_of, called, captured_nodes, may_draw
+from remat.capture.nodes import around_regions, bracket_of, called, captured_nodes, may_draw
 from remat.evaluation.identity import Identity, NodeId, canonical, key_of
 
 # Whether these copy depends on the strides, the dtype or the size of their input.
@@ -246,8 +246,10 @@ def _floats(node: Any) -> bool:
 def _illegal(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> Iterator[int]:
     """Yield positions inside an open context, crossed by other values than tensors, or by tensors changed later."""
     ordinal = {node: i for i, node in enumerate(nodes)}
-    state, depth = _Storages(graph_module), 0
+    state, depth, around = _Storages(graph_module), 0, around_regions(nodes)
     for i, node in enumerate(nodes):
+        if node in around:
+            continue
         depth += bracket_of(node)
         if depth > 0:
             yield i + 1

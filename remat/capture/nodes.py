@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -98,6 +98,17 @@ def bracket_of(node: fx.Node) -> int:
     if called(node) == "_set_grad_enabled":
         return -1 if node.args[0] else 1
     return _BRACKETS.get(called(node), 0)
+
+
+def around_regions(nodes: Sequence[fx.Node]) -> frozenset[fx.Node]:
+    """Return the nodes that open or close autocast around more than half of `nodes`: regions lie inside, not around.
+
+    Such a context is a forward that enters autocast itself. Without regions inside of it there would be no plan.
+    """
+    place = {node: i for i, node in enumerate(nodes)}
+    closing = [node for node in nodes if called(node) == "_exit_autocast"]
+    pairs = [(opening, node) for node in closing for opening in node.all_input_nodes]
+    return frozenset(node for pair in pairs if 2 * (place[pair[1]] - place[pair[0]]) > len(nodes) for node in pair)
 
 
 def with_name(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -68,7 +68,7 @@ class Node:
     effect         its effect on storages older than itself: "" none, "batch_norm" and "counter" update module
                    state in a known way, "other" updates the state of a module in a way that must happen exactly once
     mutates        older nodes whose values it changes in place
-    single_tensor  whether its value is a single tensor, so that it can enter and leave a region
+    single_tensor  whether its value is a single tensor, so that it can enter and leave a region, or no region takes it
     in_context     whether a context (autocast, no_grad) is open after it that a later node closes
     graph_inputs   those of `inputs` that are nodes of the same graph call
     takes_fixed    whether it takes a tensor from before the step: a parameter, a buffer, the batch

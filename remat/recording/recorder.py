@@ -30,7 +30,15 @@ from remat._torch.recording import autograd_node, backward_number, next_sequence
 from remat._torch.training import without_modes
 from remat.capture.anchors import module_path, module_paths, updates_statistics
 from remat.capture.circumstances import state_of, versions
-from remat.capture.nodes import as_function, bracket_of, called, captured_nodes, is_captured, replace_target
+from remat.capture.nodes import (
+    around_regions,
+    as_function,
+    bracket_of,
+    called,
+    captured_nodes,
+    is_captured,
+    replace_target,
+)
 from remat.capture.schemas import draws_random_numbers
 from remat.capture.settling import recording_models
 from remat.chunking.chunk import CHUNKED
@@ -301,15 +309,15 @@ class Recorder(Tracker):
         found: tuple[int, ...] = self._nodes[node]["slice_ends"]
         return found
 
-    def finish(self, value: Any, bracket: int) -> None:
+    def finish(self, value: Any, bracket: int, is_around: bool = False) -> None:
         assert self._current is not None
         node = self._nodes[self._current]
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         storages = {self.storage_of(tensor) for tensor in tensors} - {FIXED}
-        self._open += bracket
+        self._open += 0 if is_around else bracket
         node["values"] = tuple(sorted(storages))
         node["end"] = self.op_count
-        node["single_tensor"] = isinstance(value, torch.Tensor)
+        node["single_tensor"] = is_around or isinstance(value, torch.Tensor)
         node["in_context"] = self._open > 0
         self._sequence_after = next_sequence_number()
         self._current = None
@@ -639,14 +647,19 @@ def _instrumented(graph_module: fx.GraphModule, recorder: Recorder, call: int) -
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(graph_module.graph, environment))
-    for node in captured_nodes(graph_module):
+    nodes = captured_nodes(graph_module)
+    around = around_regions(nodes)
+    for node in nodes:
         copy = environment[node]
-        replace_target(copy, _recorded(node, as_function(copy), recorder, call))
+        replace_target(copy, _recorded(node, as_function(copy), recorder, call, node in around))
     return fx.GraphModule(graph_module, graph)
 
 
-def _recorded(node: fx.Node, function: Callable[..., Any], recorder: Recorder, call: int) -> Callable[..., Any]:
-    effect = "batch_norm" if updates_statistics(node) else "other" if CHUNKED in node.meta else ""
+def _recorded(
+    node: fx.Node, function: Callable[..., Any], recorder: Recorder, call: int, is_around: bool
+) -> Callable[..., Any]:
+    """Return `function` with notes of where it begins and ends; `is_around` as in `around_regions`."""
+    effect = "batch_norm" if updates_statistics(node) else "other" if is_around or CHUNKED in node.meta else ""
     bracket, text, module, known = bracket_of(node), called(node), module_path(node), node.meta["identity"]
     names = [argument.name for argument in node.all_input_nodes if is_captured(argument)]
     wiring = tree_leaves((node.args, node.kwargs))
@@ -670,7 +683,7 @@ def _recorded(node: fx.Node, function: Callable[..., Any], recorder: Recorder, c
                 f"operator {text} (node {node.name!r}, module {module or 'the model'!r}) "
                 f"cannot run on fake tensors: {describe(error)}"
             ) from error
-        recorder.finish(value, bracket)
+        recorder.finish(value, bracket, is_around)
         return value
 
     return recorded
