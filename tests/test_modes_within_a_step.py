@@ -1,6 +1,7 @@
 """Steps that change their model between forwards: evaluation mode for one of them, parameters frozen for another.
 
-One runs the layers of its model once the model's forward has returned, another calls the model from its own forward.
+One runs the layers of its model once the model's forward has returned, another calls the model from its own forward, a
+third has a teacher and a loss module beside its model.
 """
 
 from __future__ import annotations
@@ -101,6 +102,16 @@ def called_by_itself_step(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(batch)
 
 
+TEACHER = mlp().requires_grad_(False)
+LOSS = nn.BCEWithLogitsLoss(pos_weight=torch.linspace(0.5, 2, WIDTH))
+
+
+def taught_step(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Another model, and a loss with a weight, are no part of the model that `build` makes."""
+    loss: torch.Tensor = LOSS(model(batch[0]), TEACHER(batch[0]).sigmoid())
+    return loss
+
+
 def batch(samples: int, _: int | None) -> Any:
     return torch.randn(samples, WIDTH), torch.randn(samples, WIDTH)
 
@@ -112,6 +123,7 @@ STEPS = {
         (evaluated_step, mlp),
         (yielded_step, Yielding),
         (called_by_itself_step, CallsItself),
+        (taught_step, mlp),
     )
 }
 

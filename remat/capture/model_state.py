@@ -72,7 +72,8 @@ class ModelState:
     """The state of `model` at the moment of construction.
 
     data              whether tensors have data; fake ones have none
-    step              a function that calls the model: its own state counts, other models that it names do not
+    step              a function that calls the model: its own state counts, and a loss module or a frozen model that it
+                      names (a teacher). Another model that trains does not: it may be the one that is copied here
     torch_generators  torch's generators that were reached
     """
 
@@ -80,6 +81,7 @@ class ModelState:
         self.model = model
         self._begin(data, {})
         self._buffers = {id(buffer) for buffer in model.buffers()}
+        self._parameters = {id(parameter) for parameter in model.parameters()}
         with without_modes():
             self._look_from("", model)
             self._own, self._own_holders, self._entries = dict(self._seen), len(self._holders), list(self._code)
@@ -188,8 +190,8 @@ class ModelState:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor that was reached, except parameters."""
-        return [tensor.value for tensor in self._tensors if not isinstance(tensor.value, nn.Parameter)]
+        """Every tensor that was reached, except the model's parameters."""
+        return [tensor.value for tensor in self._tensors if id(tensor.value) not in self._parameters]
 
     @property
     def unregistered(self) -> list[torch.Tensor]:
@@ -217,7 +219,7 @@ class ModelState:
         if self._is_shared and len(self._seen) >= self._most:
             self._not_looked_into = self._not_looked_into or name
             return ()
-        if (self._without_models and isinstance(value, nn.Module)) or (self._is_shared and _is_large(value)):
+        if (self._without_models and _trains(value)) or (self._is_shared and _is_large(value)):
             return ()
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
@@ -356,7 +358,12 @@ class SharedState:
 
 def _is_large(value: Any) -> bool:
     """Return whether `value` is more likely a program's data than state that a model changes."""
-    return isinstance(value, (torch.Tensor, np.ndarray)) and value.nbytes > LARGEST_BYTES
+    is_data = isinstance(value, (torch.Tensor, np.ndarray)) and not isinstance(value, nn.Parameter)
+    return is_data and value.nbytes > LARGEST_BYTES
+
+
+def _trains(value: Any) -> bool:
+    return isinstance(value, nn.Module) and any(parameter.requires_grad for parameter in value.parameters())
 
 
 def _joined(name: str, key: Any) -> str:
