@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,15 @@ def test_nobody_asks_a_driver_that_is_not_there_whether_a_cuda_graph_is_recorded
     monkeypatch.setattr("torch.cuda.graphs._cuda_isCurrentStreamCapturing", no_driver)
     (untouched, planned), plan = losses(workload_of(lambda: Branches(recording)))
     assert torch.equal(untouched, planned) and len(plan.fingerprints) == 1
+
+
+@pytest.mark.filterwarnings("ignore:a training forward")
+def test_a_model_that_warns_is_one_graph() -> None:
+    def asks() -> bool:
+        warnings.warn("a training forward", stacklevel=2)
+        return False
+
+    assert len(recorded(workload_of(lambda: Branches(asks)))[1].fingerprints) == 1
 
 
 def test_a_model_that_logs_is_one_graph_and_dynamo_can_write_its_settings_to_its_own_log() -> None:

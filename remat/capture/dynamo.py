@@ -365,12 +365,12 @@ def dynamo_settings(*, opens_numbers: bool = False) -> Iterator[None]:
 
     Inside DistributedDataParallel Dynamo would cut every graph at the borders of gradient buckets: no plan would fit.
     Recurrent layers are followed into, and hooks that come or go between two steps are seen. What a model says through
-    `logging` in its first forward is lost: there Dynamo would break the graph, and only there. Numpy draws its random
-    numbers itself (masks of SpecAugment); Dynamo would draw others, with torch's generator.
+    `logging` or `warnings` in its first forward is lost: there Dynamo would break the graph, and only there. Numpy
+    draws its random numbers itself (masks of SpecAugment); Dynamo would draw others, with torch's generator.
     """
     with settings(
         ignore_logger_methods=_Functions(
-            getattr(logging.Logger, name) for name in _LOGS if hasattr(logging.Logger, name)
+            [warnings.warn, *(getattr(logging.Logger, name) for name in _LOGS if hasattr(logging.Logger, name))]
         ),
         recompile_limit=RECOMPILE_LIMIT,
         accumulated_recompile_limit=RECOMPILE_LIMIT,
