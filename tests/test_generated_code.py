@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat._torch.inductor import joint_of, min_cut
+from remat._torch.inductor import chosen_decompositions, compiled, joint_of, min_cut
 from remat.compiled.peak import Halves, halves
 from remat.errors import RematError
 
@@ -66,3 +68,25 @@ def test_generated_code_of_another_form_is_refused(monkeypatch: pytest.MonkeyPat
 
 def _without(text: str, write: Callable[..., tuple[str, str]]) -> Any:
     return lambda source, *args: write(source.replace(text, "renamed = "), *args)
+
+
+@pytest.mark.cuda
+def test_no_fused_kernel_is_benchmarked_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A benchmark takes a buffer as large as the device's cache, and its times choose the order of sums."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a kernel was benchmarked")
+
+    monkeypatch.setattr(CachingAutotuner, "bench", refuse)
+
+    def normed(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.nn.functional.layer_norm(x, (768,), w).tanh(), x.sum(0), x.exp().t().contiguous()
+
+    given = [torch.randn(2048, 768, device="cuda"), torch.randn(768, device="cuda")]
+    graph = make_fx(normed, chosen_decompositions(), tracing_mode="fake")(*given)
+    with FakeTensorMode():
+        like = [torch.empty(value.shape, device="cuda") for value in given]
+    with torch.no_grad():
+        run = compiled(graph, like)
+    assert [result.shape for result in run(list(given))] == [(2048, 768), (768,), (768, 2048)]

@@ -255,12 +255,18 @@ def joint_of(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx
 
 
 def compiled(graph_module: fx.GraphModule, given: Sequence[torch.Tensor]) -> Callable[[list[torch.Tensor]], Any]:
-    """Compile a graph of ATen operators for inputs like `given`; results keep the graph's strides."""
+    """Compile a graph of ATen operators for inputs like `given`; results keep the graph's strides.
+
+    Nothing is benchmarked on the device: that would take a buffer of the size of its L2 cache in the first step, and
+    another choice of kernel sums in another order.
+    """
     compile_inner = internal("_inductor.compile_fx.compile_fx_inner", "compile fused groups")
+    settings = {"deterministic": True, "triton.autotune_pointwise": False}
     graph_module = copy.deepcopy(graph_module)
     (output,) = graph_module.graph.find_nodes(op="output")
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-    found: Callable[[list[torch.Tensor]], Any] = compile_inner(graph_module, list(given))
+    with internal("_inductor.config", "compile fused groups").patch(settings):
+        found: Callable[[list[torch.Tensor]], Any] = compile_inner(graph_module, list(given))
     return found
 
 
