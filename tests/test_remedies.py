@@ -183,6 +183,18 @@ def test_a_model_whose_build_reads_values_is_planned_as_if_it_did_not() -> None:
     assert all(map(torch.equal, *trained))
 
 
+def test_a_build_that_loads_a_checkpoint_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    checkpoint = mlp().state_dict()
+
+    def build() -> nn.Module:
+        model = mlp()
+        model.load_state_dict(checkpoint)
+        return model
+
+    FakeStep(Workload("loaded", build, rows, squared, batch_size=4), device=CPU)
+    assert [str(each.message) for each in recwarn] == []
+
+
 def test_an_error_of_build_itself_is_told_as_it_is() -> None:
     def build() -> nn.Module:
         raise ValueError("no such width")
