@@ -195,6 +195,20 @@ def test_a_build_that_loads_a_checkpoint_warns_of_nothing(recwarn: pytest.Warnin
     assert [str(each.message) for each in recwarn] == []
 
 
+def test_a_refused_step_leaves_gradients_on_and_names_what_to_return() -> None:
+    beside = mlp()  # which trains, and is none of the model's
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = beside(batch)
+        return nn.functional.mse_loss(model(batch), wanted)
+
+    workload = Workload("beside", mlp, rows, step, batch_size=4)
+    with pytest.raises(CaptureError, match="return a module that trains from `build`"):
+        remat.plan(workload.with_planned_step(), budget="90%step", target="cpu")
+    assert torch.is_grad_enabled()
+
+
 def test_an_error_of_build_itself_is_told_as_it_is() -> None:
     def build() -> nn.Module:
         raise ValueError("no such width")

@@ -364,7 +364,7 @@ def test_batches_of_several_lengths_run_under_their_own_plans(sampling: str, tmp
     options["train_sampling_strategy"] = sampling
     expected = losses_of(trainer(tmp_path, **options))
     forms = FormChoice(worth=-1.0)  # of measured times, which vary
-    callback = RematCallback(budget="550KiB", cache=tmp_path, exact=True, lengths=(8, 12), forms=forms)
+    callback = RematCallback(budget="550KiB", cache=tmp_path, exact=True, lengths=(8, 12, 99), forms=forms)
     made = trainer(tmp_path, callback, **options)
     assert losses_of(made) == expected
     main = planned_forward(made.model)

@@ -273,6 +273,11 @@ class Plan:
         """Other answers to the budget, beside this one; none if the plan was made without `menu=True`."""
         return alternatives_of(self.about)
 
+    def at_length(self, seq_len: int | None) -> Plan:
+        """Return the plan, without others, that batches of `seq_len` tokens run under."""
+        holding = (each for each in self.shorter if seq_len is not None and seq_len <= each.about["seq_len"])
+        return dataclasses.replace(next(holding, self), shorter=())
+
     @property
     def host_bytes(self) -> int:
         """The bytes of host memory that offloads take."""

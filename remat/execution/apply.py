@@ -100,7 +100,11 @@ def remove(model: Model) -> Model:
 
 def counts_of(model: nn.Module) -> Counts:
     """Return the counts of regions entered and, with `observe`, of nodes recomputed in `model` so far."""
-    return planned_forward(model).calls.counts
+    planned = planned_forward(model)
+    if not planned.shorter:
+        return planned.calls.counts
+    every = [each.calls.counts for each in (planned, *planned.shorter)]
+    return Counts(sum(each.regions for each in every), sum(each.recomputed_nodes for each in every))
 
 
 def planned_forward(model: nn.Module) -> PlannedForward:

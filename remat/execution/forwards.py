@@ -37,6 +37,9 @@ class Planned(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
+_SHAPE = r" (\d+(?:x\d+)*)"
+
+
 class ModuleForward:
     """The forward of the module at `path` of a model that has a plan; "" is the model itself.
 
@@ -110,20 +113,21 @@ class Now:
 
 
 def holds(planned: Mapping[str, str], given: Mapping[str, str]) -> bool:
-    """Return whether tensors of the shapes `given` are no larger in any dimension than `planned` ones of their names.
+    """Return whether the arguments `given` are `planned` ones, whose tensors are no larger in any dimension.
 
-    Both as `given_to` describes the arguments of a forward.
+    Both as `given_to` describes the arguments of a forward. False where no tensor is seen, as within an object.
     """
-    names = planned.keys() & given.keys()
-    return bool(names) and all(
-        len(most) == len(found) and all(map(operator.le, found, most))
-        for name in names
-        for most, found in [(_sizes(planned[name]), _sizes(given[name]))]
+    pairs = [(_with_sizes(planned.get(name, "")), _with_sizes(text)) for name, text in given.items()]
+    return any(sizes for _, (_, sizes) in pairs) and all(
+        kinds == planned_kinds and len(sizes) == len(most) and all(map(operator.le, sizes, most))
+        for (planned_kinds, most), (kinds, sizes) in pairs
     )
 
 
-def _sizes(text: str) -> list[int]:
-    return [int(size) for shape in re.findall(r" (\d[\dx]*)", text) for size in shape.split("x")]
+def _with_sizes(text: str) -> tuple[str, list[int]]:
+    """Return the description of an argument without the sizes of its tensors, and these."""
+    shapes = re.findall(_SHAPE, text)
+    return re.sub(_SHAPE, " ", text), [int(size) for shape in shapes for size in shape.split("x")]
 
 
 class StepForwards:

@@ -150,6 +150,7 @@ class PlannedForward(UnderPlan):
         self._running: GraphCalls | None = None  # the one whose forward is on
         for each in self.shorter:
             each.main, each.forwards.counted, each._last_outputs = self, self.forwards.counted, self._last_outputs
+            each._warned = self._warned
 
     def _begin_verifying(self) -> None:
         self.head_watch, self.region_watch = Watch(), RegionWatch()
@@ -198,7 +199,8 @@ class PlannedForward(UnderPlan):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (torch.is_grad_enabled() and self._at.module.training):
-            self._at.settled = False  # some models change themselves for evaluation, and back in the next forward
+            for each in (self._at, *(shorter._root for shorter in self.shorter)):
+                each.settled = False  # some models change themselves for evaluation, and back in the next forward
             return self._unplanned(args, kwargs)
         if torch.compiler.is_dynamo_compiling():
             return _uncompiled(self, args, kwargs)
@@ -300,7 +302,8 @@ class PlannedForward(UnderPlan):
 
     def _unplanned(self, args: Any, kwargs: Any) -> Any:
         """Run the forward of a model in evaluation mode; warn if it is trained all the same."""
-        self.second_step.interrupted()
+        for each in (self, *self.shorter):
+            each.second_step.interrupted()
         result = self._alone(*args, **kwargs)
         known = self.plan.about.get(EVALUATES) or "eval" in self._warned
         if torch.is_grad_enabled() and not known and not torch.compiler.is_compiling():
@@ -746,7 +749,7 @@ class PlannedForward(UnderPlan):
         """Warn of `what`, once."""
         if what not in self._warned:
             self._warned.add(what)
-            warnings.warn(text, stacklevel=frames)
+            warnings.warn(text, stacklevel=frames + (self is not self.main))
 
     def _peak_of(self, times: float) -> int:
         """Return the predicted peak of a batch `times` as large, if everything but the model's state grows with it."""

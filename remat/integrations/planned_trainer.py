@@ -90,6 +90,9 @@ def _made(
 ) -> Plan:
     from remat.planning.planner import plan
 
+    if "lengths" in options:  # the data decide the longest
+        shorter = [length for length in options["lengths"] if length < (workload.seq_len or 0)]
+        options = {**options, "lengths": shorter}
     tell(trainer, f"planning the step of {workload.name} within {budget}, once")
     started = time.monotonic()
     made = plan(workload, budget=budget, target=target, loop=loop_of(trainer), **options)

@@ -8,12 +8,13 @@ it. A length whose plan saves little time over the next one has none of its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from remat.errors import NoPlanInTime, UsageError
+from remat.errors import CaptureError, Infeasible, NoPlanInTime, UsageError
 from remat.evaluation.forwards import forwards_of, is_plain
 from remat.evaluation.plan import Plan
 from remat.execution.executions import EAGER
+from remat.execution.forwards import holds
 from remat.planning.links import ACTIVATIONS, WEIGHTS, offloads_named
 from remat.planning.request import PlanRequest
 from remat.planning.study import Study
@@ -43,7 +44,8 @@ def with_shorter(
 ) -> Plan:
     """Return `made`, of `study`, with plans for shorter batches within the same budget, where they save time.
 
-    A length for which no plan was found in time has none. `planned_at(length, request)` plans the step at a length.
+    A length for which no plan was found has none, nor has one that the arguments of the forward do not show, since
+    training could not tell it. `planned_at(length, request)` plans the step at a length.
 
     Raises UsageError if the step calls its model several times.
     """
@@ -60,8 +62,15 @@ def with_shorter(
     for length in sorted({*lengths}, reverse=True):
         try:
             shorter = planned_at(length, request)
-        except NoPlanInTime:
+        except (CaptureError, Infeasible, NoPlanInTime):
             continue
+        if not holds(given_of(made), given_of(shorter)) or holds(given_of(shorter), given_of(made)):
+            continue  # the arguments do not show the length
         if kept[-1].predicted["overhead"] - shorter.predicted["overhead"] >= request.forms.worth:
             kept.append(shorter)
     return dataclasses.replace(made, shorter=tuple(reversed(kept[1:])))
+
+
+def given_of(plan: Plan) -> Mapping[str, str]:
+    """Return the arguments of the planned forward, as `given_to` describes them."""
+    return forwards_of(plan.about, len(plan.fingerprints))[0].given

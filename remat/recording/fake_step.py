@@ -239,6 +239,7 @@ class FakeStep:
         """Enter all modes that a step on fake tensors runs under."""
         here = contextlib.nullcontext() if self._elsewhere is None else KeptHere(self._elsewhere)
         with (
+            torch.set_grad_enabled(torch.is_grad_enabled()),  # a graph that fails half way leaves it changed
             self.shared.borrowed(),
             self.mode,
             self.known.followed(),

@@ -37,6 +37,12 @@ def describe(error: BaseException, where: str = "") -> str:
     return f"{said.rstrip('.')}{where}{remedy}" if where or remedy else said
 
 
+_BESIDE = (
+    ". A tensor is used that is neither of the model nor of the batch: return a module that trains from `build`, as a "
+    "part of the model, and a tensor from `batch`"
+)
+
+
 def line_of(error: BaseException) -> str:
     """Return the last line of the traceback outside torch and this package, as ` at file:line`."""
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
@@ -57,6 +63,8 @@ def _remedy(error: BaseException, said: str) -> str:
         return _SPARSE
     if said.startswith("AssertionError: User object is no longer alive"):  # Dynamo's, which knows streams by number
         return _STREAMS
+    if "convert all Tensors to FakeTensors first" in said:
+        return _BESIDE
     files = [PurePath(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)]
     if "nested_tensor" in said or "NestedInt" in said or any("nested" in file for file in files):
         return _NESTED

@@ -96,7 +96,7 @@ def validate(
 
     Args:
         workload: The training step.
-        plan: A plan, or the path of its file.
+        plan: A plan, or the path of its file. If it has plans for shorter batches, the one for the workload's length.
         device: "cuda" or "cpu", by default the GPU if there is one.
         seed: Seed of parameters, batch and dropout.
         repeats: Steps for a median time; a step of more than `LONG_STEP_S` is timed once.
@@ -116,6 +116,7 @@ def validate(
     """
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
+    plan = plan.at_length(workload.seq_len)
     how = executions.load(plan.execution)
     place = _place(device)
     assert place.device is not None

@@ -176,7 +176,9 @@ def _answer(plan: Plan, path: Path, *, replayed: bool, lengths: Sequence[int]) -
         notes.append("not replayed, and the loss not chunked: a profile has no model")
     if alike := sorted({*lengths} - {each.about["seq_len"] for each in plan.shorter}):
         tokens = ", ".join(map(str, alike))
-        notes.append(f"no plan of its own for {tokens} tokens: the next longer one is as fast, within 1 % of the step")
+        notes.append(
+            f"no plan for {tokens} tokens: none was found, or it saves less than 1 % of the step over the next one"
+        )
     if not any(each.offload for each in plan.alternatives):
         notes.append("--menu compares others: bitwise gradients, fused kernels, activation offloading")
     notes += [f"wrote {path}", f"next: remat validate {path}"]

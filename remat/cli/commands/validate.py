@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,15 +39,15 @@ def validate(
 
     found, place = Plan.load(plan), _device(device)
     spec = _spec_of(found, plan, model)
-    at = {spec: dataclasses.replace(found, shorter=())}
+    specs = [spec]
     if model.seq_len is None:
-        at |= {spec.changed(seq_len=each.about["seq_len"]): each for each in reversed(found.shorter)}
+        specs += [spec.changed(seq_len=each.about["seq_len"]) for each in reversed(found.shorter)]
     reports = []
     with live_line() as line:
-        for sized, each in at.items():
-            line.say(f"validating {plan}" + (f" at {each.about['seq_len']} tokens" if len(at) > 1 else ""))
+        for sized in specs:
+            line.say(f"validating {plan}" + (f" at {sized.seq_len} tokens" if sized is not spec else ""))
             options: dict[str, Any] = {"device": place, "seed": seed, "on_progress": measuring_first(line)}
-            reports.append(validate(workload_of(sized), each, **options))
+            reports.append(validate(workload_of(sized), found, **options))
     failed = not all(report.passed for report in reports)
     failure = ValidationFailed(f"the measurement contradicts the plan {plan}.") if failed else None
     data, *shorter = (report.to_json() for report in reports)
