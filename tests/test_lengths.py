@@ -281,6 +281,10 @@ def test_a_plan_file_keeps_the_plans_of_shorter_batches(tmp_path: Path) -> None:
         ({"x": "int64 4x16", "mask": "bool 4x99"}, False),
         ({"x": "int64 4x16", "n": "3"}, False),
         ({"x": "int32 4x16"}, False),
+        ({"x": "int64 4x16", "steps": "9"}, True),
+        ({"x": "int64 4x16", "steps": "17"}, False),
+        ({"x": "int64 4x16", "scale": "0.5"}, True),
+        ({"x": "int64 4x16", "scale": "0.7"}, False),
         ({"x": "Batch()"}, False),
         ({}, False),
         ({"x": "int64 64"}, False),
@@ -288,5 +292,5 @@ def test_a_plan_file_keeps_the_plans_of_shorter_batches(tmp_path: Path) -> None:
         ({"x": "list(int64 4x16, int64 4)"}, False),
     ],
 )
-def test_a_plan_holds_batches_that_are_larger_in_no_dimension(given: dict[str, str], fits: bool) -> None:
-    assert holds({"x": "int64 4x16"}, given) is fits
+def test_a_plan_holds_batches_that_are_larger_in_nothing(given: dict[str, str], fits: bool) -> None:
+    assert holds({"x": "int64 4x16", "steps": "16", "scale": "0.5"}, given) is fits

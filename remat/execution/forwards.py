@@ -113,9 +113,9 @@ class Now:
 
 
 def holds(planned: Mapping[str, str], given: Mapping[str, str]) -> bool:
-    """Return whether the arguments `given` are `planned` ones, whose tensors are no larger in any dimension.
+    """Return whether the arguments `given` are `planned` ones, no whole number and no size of a tensor larger.
 
-    Both as `given_to` describes the arguments of a forward. False where no tensor is seen, as within an object.
+    Both as `given_to` describes the arguments of a forward. False where no size is seen, as within an object.
     """
     pairs = [(_with_sizes(planned.get(name, "")), _with_sizes(text)) for name, text in given.items()]
     return any(sizes for _, (_, sizes) in pairs) and all(
@@ -125,7 +125,8 @@ def holds(planned: Mapping[str, str], given: Mapping[str, str]) -> bool:
 
 
 def _with_sizes(text: str) -> tuple[str, list[int]]:
-    """Return the description of an argument without the sizes of its tensors, and these."""
+    """Return the description of an argument without the sizes and whole numbers in it, and these."""
+    text = f" {text}"
     shapes = re.findall(_SHAPE, text)
     return re.sub(_SHAPE, " ", text), [int(size) for shape in shapes for size in shape.split("x")]
 
