@@ -81,7 +81,6 @@ class ModelState:
         self.model = model
         self._begin(data, {})
         self._buffers = {id(buffer) for buffer in model.buffers()}
-        self._parameters = {id(parameter) for parameter in model.parameters()}
         with without_modes():
             self._look_from("", model)
             self._own, self._own_holders, self._entries = dict(self._seen), len(self._holders), list(self._code)
@@ -99,6 +98,7 @@ class ModelState:
     def _begin(self, data: bool, seen: dict[int, Any]) -> None:
         self._data, self._seen = data, seen  # objects are kept, so that an id stays its own
         self._without_models = self._is_shared = False
+        self._beside: set[int] = set()  # ids of parameters of modules that a step names
         self._holders: list[_Holder] = []
         self._generators: list[_Generator] = []
         self._tensors: list[_KeptTensor] = []
@@ -190,8 +190,9 @@ class ModelState:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor that was reached, except the model's parameters."""
-        return [tensor.value for tensor in self._tensors if id(tensor.value) not in self._parameters]
+        """Every tensor that was reached, except parameters of other modules than those beside the model."""
+        kept = [tensor.value for tensor in self._tensors]
+        return [value for value in kept if not isinstance(value, nn.Parameter) or id(value) in self._beside]
 
     @property
     def unregistered(self) -> list[torch.Tensor]:
@@ -219,9 +220,11 @@ class ModelState:
         if self._is_shared and len(self._seen) >= self._most:
             self._not_looked_into = self._not_looked_into or name
             return ()
-        if (self._without_models and _trains(value)) or (self._is_shared and _is_large(value)):
+        if (self._without_models and _trains(value)) or (self._is_shared and self._is_data(value)):
             return ()
         self._seen[id(value)] = value
+        if self._without_models and isinstance(value, nn.Module):
+            self._beside |= {id(parameter) for parameter in value.parameters()}
         if isinstance(value, torch.Tensor):
             self._tensors.append(_KeptTensor(name, value, self._data))
         elif (generator := _generator_of(value)) is not None:
@@ -236,6 +239,11 @@ class ModelState:
         elif not _is_left_alone(value):
             return self._of_object(name, value)
         return ()
+
+    def _is_data(self, value: Any) -> bool:
+        """Return whether `value` is more likely a program's data than state that a model changes."""
+        is_large = isinstance(value, (torch.Tensor, np.ndarray)) and value.nbytes > LARGEST_BYTES
+        return is_large and id(value) not in self._beside
 
     def _held(self, holder: _Holder) -> Iterator[tuple[str, Any]]:
         self._holders.append(holder)
@@ -354,12 +362,6 @@ class SharedState:
         for holder in self._model.holders:
             if isinstance(holder, _GivenOnce):
                 holder.put_back()
-
-
-def _is_large(value: Any) -> bool:
-    """Return whether `value` is more likely a program's data than state that a model changes."""
-    is_data = isinstance(value, (torch.Tensor, np.ndarray)) and not isinstance(value, nn.Parameter)
-    return is_data and value.nbytes > LARGEST_BYTES
 
 
 def _trains(value: Any) -> bool:

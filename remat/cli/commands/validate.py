@@ -51,7 +51,7 @@ def validate(
     failed = not all(report.passed for report in reports)
     failure = ValidationFailed(f"the measurement contradicts the plan {plan}.") if failed else None
     data, *shorter = (report.to_json() for report in reports)
-    return Answer({**data, "shorter": shorter}, "\n\n".join(map(str, reports)), failure)
+    return Answer({**data, **({"shorter": shorter} if shorter else {})}, "\n\n".join(map(str, reports)), failure)
 
 
 def _device(name: str) -> str | None:
