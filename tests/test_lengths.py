@@ -17,11 +17,14 @@ from torch import nn
 
 import remat
 from remat.costing.device_allocator import measure_peak
+from remat.costing.planning_device import find_planning_device
 from remat.errors import NoPlanInTime, UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.apply import counts_of, planned_forward
 from remat.execution.forwards import holds
 from remat.execution.planned_forward import PlannedForward
+from remat.planning.planner import studied
+from remat.planning.request import PlanRequest
 from remat.planning.shorter import with_shorter
 from remat.workload.workload import Workload
 from tests.cached import cached
@@ -95,10 +98,6 @@ def test_a_length_without_a_plan_in_time_runs_under_the_next() -> None:
         if length == LENGTHS[1]:
             raise NoPlanInTime("no plan")
         return made.shorter[0]
-
-    from remat.costing.planning_device import find_planning_device
-    from remat.planning.planner import studied
-    from remat.planning.request import PlanRequest
 
     study = studied(TEXT, PlanRequest(budget="60%step"), find_planning_device("cpu"))
     assert with_shorter(alone, study, LENGTHS, planned_at).shorter == made.shorter[:1]
@@ -204,10 +203,8 @@ def test_a_length_that_the_arguments_do_not_show_has_no_plan() -> None:
     hidden = dataclasses.replace(
         TEXT, batch=lambda rows, length: Batch(TEXT.batch(rows, length)), step=lambda m, b: TEXT.step(m, b.tokens)
     )
-    assert (
-        remat.plan(hidden.with_planned_step(), budget="60%step", target="cpu", lengths=LENGTHS, forms=EACH).shorter
-        == ()
-    )
+    plan = remat.plan(hidden.with_planned_step(), budget="60%step", target="cpu", lengths=LENGTHS, forms=EACH)
+    assert plan.shorter == ()
 
 
 def test_removing_the_plan_removes_all() -> None:
