@@ -42,7 +42,7 @@ def _section(heading: str, part: Schema, schema: Schema) -> Iterator[str]:
 
 def _meaning(field: Schema, schema: Schema) -> str:
     """Its own description, or that of what it refers to."""
-    referred = schema["definitions"][_name(field)] if "$ref" in field else {}
+    referred = schema["definitions"].get(_name(field), schema) if "$ref" in field else {}
     found: str = field.get("description") or referred.get("description", "")
     return found.replace("|", "\\|")
 
@@ -63,4 +63,5 @@ def _type(field: Schema) -> str:
 
 
 def _name(field: Schema) -> str:
-    return str(field["$ref"].rsplit("/", 1)[1])
+    """Name what a field refers to: a definition, or the whole file, which is a plan."""
+    return "plan" if field["$ref"] == "#" else str(field["$ref"].rsplit("/", 1)[1])

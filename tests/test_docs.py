@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import inspect
 import re
@@ -120,6 +121,13 @@ def test_the_tree_names_every_package_and_every_strategy() -> None:
     ]
     assert [room for room in rooms if f"  {room}/ " not in tree] == []
     assert [file for file in files if file not in tree] == []
+
+
+@pytest.mark.parametrize("written", ["commands", "plan_fields"])
+def test_a_page_is_written_from_options_or_schema(written: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    lines = "\n".join(importlib.import_module(written).reference())
+    assert {"commands": "`--lengths`", "plan_fields": "| `shorter` | list of plans"}[written] in lines
 
 
 @pytest.mark.exhaustive
