@@ -97,7 +97,7 @@ def _by_length(plan: Plan) -> str:
 
 def _caveats(plan: Plan) -> Iterator[str]:
     """Iterate over caveats: parts that a prediction leaves out, and side effects of the plan."""
-    from remat.evaluation.plan import bound_by_host, drawn
+    from remat.evaluation.plan import bound_by_host, caveats
 
     if plan.about.get("own_checkpoints"):
         yield (
@@ -105,7 +105,7 @@ def _caveats(plan: Plan) -> Iterator[str]:
             'plan these calls do nothing, and "without checkpointing" is without them too'
         )
     yield from bound_by_host(plan)
-    yield from drawn(plan.about)
+    yield from caveats(plan.about)
     if unmeasured := plan.predicted.get("unmeasured_kernels"):
         yield (
             f"{_count(unmeasured, 'kind')} of kernel could not be measured: their workspaces are "

@@ -49,6 +49,7 @@ UNKNOWN = -1  # Node.tensors in a record from before nodes had an identity
 FORWARD_ALONE = "forward_alone_bytes"  # ... the most that the forward makes, where nothing is kept for backward
 TRACED_ONLY = "not_untraced"  # ... why only the traced step is known
 DRAWN_OUTSIDE = "drawn_outside"  # ... lines of forwards that draw numbers outside of torch, where a graph ends
+KEPT_OUTSIDE = "kept_outside"  # ... lines between two graphs, each with the bytes that autograd keeps of its results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Node:
     """One operator of a captured fx graph; with call = OUTSIDE, the operators that the step ran between two graphs.
 
     name           its name in the fx graph
-    op             its callee, as text
+    op             its callee, as text; between two graphs, the line that the first operator comes from
     module         path of the module that it is in
     call           the step's graph call that it belongs to
     inputs         nodes whose values it takes

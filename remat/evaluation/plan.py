@@ -27,10 +27,10 @@ from remat.errors import UsageError
 from remat.evaluation.alternative import Alternative, alternatives_of
 from remat.evaluation.form import CAPTURED, form_of
 from remat.evaluation.forwards import PASSES
-from remat.evaluation.graph import DRAWN_LENGTHS, DRAWN_OUTSIDE, OUTSIDE, Graph
+from remat.evaluation.graph import DRAWN_LENGTHS, DRAWN_OUTSIDE, KEPT_OUTSIDE, OUTSIDE, Graph
 from remat.evaluation.identity import Identity, from_lines, to_lines
 from remat.files import read_json, write_atomically
-from remat.units import gib, ms
+from remat.units import first_few, gib, ms
 
 FORMAT = "remat-plan"
 VERSION = 5
@@ -355,7 +355,7 @@ class Plan:
                 f"  solver     {self.solver['name']}: {self.solver['status']}, gap {100 * self.solver['gap']:.2f} %",
                 *(f"  host       {sentence}" for sentence in bound_by_host(self)),
                 *(f"  traced     {sentence}" for sentence in traced_branches(self.about)),
-                *(f"  drawn      {sentence}" for sentence in drawn(self.about)),
+                *(f"  note       {sentence}" for sentence in caveats(self.about)),
             ]
         )
 
@@ -378,7 +378,7 @@ class Plan:
         ]
         title = f"Plan for {self.about.get('workload')} on {self.target} within {gib(self.budget_bytes)}"
         predicted_from = f"Peak and time are predicted, the time from {self.costs} costs."
-        notes = [predicted_from, *bound_by_host(self), *traced_branches(self.about), *drawn(self.about)]
+        notes = [predicted_from, *bound_by_host(self), *traced_branches(self.about), *caveats(self.about)]
         return shown.as_html(title, rows, ("", "under the plan", "without"), notes)
 
 
@@ -402,9 +402,26 @@ def device_overhead(plan: Plan) -> float:
     return predicted["device_again_us"] / predicted["device_us"] if predicted["device_us"] else 0.0
 
 
-def drawn(about: Mapping[str, Any]) -> list[str]:
-    """List sentences about random numbers that a plan depends on."""
-    return [*drawn_lengths(about), *drawn_outside(about)]
+def caveats(about: Mapping[str, Any]) -> list[str]:
+    """List sentences about random numbers that a plan depends on, and about code that it does not reach."""
+    return [*drawn_lengths(about), *outside_graphs(about)]
+
+
+def outside_graphs(about: Mapping[str, Any]) -> list[str]:
+    """List sentences about code where a graph ends, which no region reaches."""
+    return [*drawn_outside(about), *kept_outside(about)]
+
+
+def kept_outside(about: Mapping[str, Any]) -> list[str]:
+    """Say which lines outside of the captured graphs keep much for backward; empty if none does."""
+    if not (kept := about.get(KEPT_OUTSIDE)):
+        return []
+    lines = first_few(line for line, _ in kept)
+    return [
+        f"autograd keeps {gib(sum(size for _, size in kept))} of values that are made outside of the captured graphs "
+        f"({lines}), and no plan drops them: compute them in the model's forward, in code that Dynamo traces, or plan "
+        "the whole step (`workload.with_planned_step()`)"
+    ]
 
 
 def drawn_lengths(about: Mapping[str, Any]) -> list[str]:

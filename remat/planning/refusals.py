@@ -10,7 +10,7 @@ from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.breakdown import at_peak
 from remat.evaluation.forwards import forwards_of, is_plain
 from remat.evaluation.graph import OUTSIDE, Graph
-from remat.evaluation.plan import drawn_outside
+from remat.evaluation.plan import outside_graphs
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
 from remat.solvers.least_peak import LeastPeak
@@ -74,7 +74,7 @@ def _differentiated(graph: Graph) -> str:
 def _outside(graph: Graph) -> str:
     """Describe why regions do not reach parts of the step; empty if there are none."""
     return _differentiated(graph) + "".join(
-        f"{sentence[0].upper()}{sentence[1:]}. " for sentence in drawn_outside(graph.about)
+        f"{sentence[0].upper()}{sentence[1:]}. " for sentence in outside_graphs(graph.about)
     )
 
 
@@ -103,6 +103,6 @@ def where(graph: Graph, op: int) -> str:
         return "the optimizer step"
     node, phase = graph.nodes[graph.op_node[op]], "forward" if op < graph.forward_end else "backward"
     if node.call == OUTSIDE:
-        return f"outside of the captured graphs, {phase}"
+        return f"outside of the captured graphs, {node.op}, {phase}"
     module = f" in {node.module}" if node.module else ""
     return f"node `{node.name}`{module}, {phase}"

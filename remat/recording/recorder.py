@@ -13,6 +13,7 @@ its state.
 from __future__ import annotations
 
 import bisect
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -52,6 +53,7 @@ from remat.evaluation.graph import (
     DRAWN_OUTSIDE,
     FORWARD_ALONE,
     IDENTITY,
+    KEPT_OUTSIDE,
     OPTIMIZER_STATE,
     OUTSIDE,
     STATE,
@@ -75,9 +77,13 @@ from remat.recording.fake_step import (
 from remat.recording.known_values import KnownValues
 from remat.recording.remedies import describe
 from remat.recording.repeats import Repeats
+from remat.recording.sources import line_here
 from remat.recording.tracker import FIXED, Moment, RecordedSpan, Tracker
 from remat.recording.trails import trail_of
 from remat.workload.workload import WITH_STEP, Stepped, trainable
+
+OUTSIDE_OP = "outside"  # Node.op between two graphs, where no line is known
+MUCH_OUTSIDE = 0.1  # of the bytes that autograd keeps: values between graphs that keep more are named
 
 
 def record(step: FakeStep, *, alignment_bytes: int = 1, whole: Graph | None = None) -> Graph:
@@ -133,6 +139,8 @@ def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) ->
         first_step_bytes=first_step_bytes + sum(size for size, _ in held),
         held_outputs=(*held, *replaced),
     )
+    if kept := _kept_outside(graph):
+        graph = dataclasses.replace(graph, about={**graph.about, KEPT_OUTSIDE: kept})
     if repeats is not None:
         forwards = step.forwards
         step.trails.append(trail_of(recorder, recorder.forward_end))
@@ -142,6 +150,19 @@ def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) ->
         step.held_numbers = numbers  # every other record, and every replay, is of the same step
         step.shared.require_kept()
     return graph, recorder
+
+
+def _kept_outside(graph: Graph) -> list[tuple[str, int]]:
+    """List (line, bytes that autograd keeps) of the lines between graphs, largest first; empty if they keep little."""
+    kept = np.unique(graph.saved_tensors.storage)
+    kept = kept[kept >= 0]
+    sizes = collections.Counter[str]()
+    for storage in kept:
+        node = graph.storages.node[storage]
+        if node >= 0 and graph.nodes[node].call == OUTSIDE:
+            sizes[graph.nodes[node].op] += int(graph.storages.size_bytes[storage])
+    is_much = sizes.total() >= MUCH_OUTSIDE * graph.storages.size_bytes[kept].sum() > 0
+    return sizes.most_common() if is_much else []
 
 
 def _about(step: FakeStep) -> dict[str, Any]:
@@ -224,7 +245,7 @@ class Recorder(Tracker):
         self,
         call: int,
         name: str,
-        op: str = "outside",
+        op: str = OUTSIDE_OP,
         module: str = "",
         effect: str = "other",
         graph_inputs: set[int] = frozenset(),  # type: ignore[assignment]
@@ -368,7 +389,7 @@ class Recorder(Tracker):
         """Make a node of the operators that run between graph calls from operator `first` on."""
         last = len(self._nodes) - 1
         if last < 0 or self._nodes[last]["call"] != OUTSIDE:
-            self.begin(OUTSIDE, f"outside_{len(self._nodes)}")
+            self.begin(OUTSIDE, f"outside_{len(self._nodes)}", op=str(line_here() or OUTSIDE_OP))
             # Autograd has numbered the first operator already: the node begins where the one before ended.
             self._nodes[-1]["first"], self._sequence[-1] = first, self._sequence_after
             self._current = None

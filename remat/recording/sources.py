@@ -265,6 +265,12 @@ def _collects(frame: Any) -> bool:
     return frame is not None
 
 
+def line_here() -> Read | None:
+    """Return the line of the user's code that runs now; None if there is none."""
+    frame = _outside_of(sys._getframe(1), _NOBODY)
+    return frame and Read(frame.f_code.co_filename, frame.f_lineno)
+
+
 def _outside_of(frame: Any, packages: Container[str]) -> Any:
     """Return the innermost frame, from `frame` outwards, outside `packages`; None if there is none."""
     while frame is not None and _home(frame) in packages:

@@ -1,0 +1,60 @@
+"""Code that Dynamo does not trace: the lines whose values fill the memory are named."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import remat
+from remat.cli.screen import plan_text
+from remat.errors import Infeasible
+from remat.evaluation.graph import KEPT_OUTSIDE
+from remat.evaluation.plan import caveats
+from tests.carrying import Stack, workload
+from tests.toys import recorded
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
+
+@torch.compiler.disable
+def waves(x: torch.Tensor, count: int) -> torch.Tensor:
+    for _ in range(count):
+        x = torch.sin(x)
+    return x
+
+
+class Waving(Stack):
+    count = 200
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        y: torch.Tensor = self.head(waves(x, self.count))
+        return y
+
+
+class Ripple(Waving):
+    count = 1
+
+
+def test_lines_between_graphs_that_keep_much_are_named_with_their_bytes() -> None:
+    work = workload(Waving)
+    said = r"utograd keeps .* of values .*\(`x = torch.sin\(x\)` at .*test_outside_graphs.py:2\d.* in code that Dynamo"
+    plan = remat.plan(work, target="cpu", budget="1GiB")
+    assert re.search(said, str(plan)) and re.search(said, plan_text(plan))
+    with pytest.raises(Infeasible, match=said):
+        remat.plan(work, target="cpu", budget="1KiB")
+
+
+def test_lines_between_graphs_that_keep_little_are_not_named() -> None:
+    assert KEPT_OUTSIDE not in recorded(workload(Ripple))[1].about
+
+
+def test_values_that_the_step_makes_of_outputs_are_named_until_the_step_is_planned() -> None:
+    def step(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return waves(model(batch[0]), 200).mean()
+
+    work = workload(Ripple, step=step)
+    assert "(`workload.with_planned_step()`)" in caveats(recorded(work)[1].about)[0]
