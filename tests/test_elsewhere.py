@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, fx, nn
 from remat.capture.anchors import identity_of
 from remat.capture.nodes import called, captured_nodes
 from remat.costing.planning_device import find_planning_device
+from remat.errors import CaptureError
 from remat.evaluation.graph import Graph
 from remat.evaluation.identity import canonical
 from remat.fusion.casts import with_casts
@@ -173,6 +176,48 @@ def test_autocast_of_the_target_is_that_of_the_step(
 ) -> None:
     found = values(captured(function, H100, autocast))
     assert found["matmul" if "matmul" in found else "contiguous"].dtype is dtype
+
+
+STEPS: dict[str, Callable[[], Any]] = {
+    "named": lambda: torch.autocast("cuda", torch.bfloat16),
+    "default": lambda: torch.autocast("cuda"),
+    "older": lambda: torch.cuda.amp.autocast(dtype=torch.bfloat16),
+    "of the batch": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.autocast:FutureWarning")
+@pytest.mark.parametrize("entered", STEPS)
+def test_autocast_that_a_step_enters_is_that_of_the_target(entered: str) -> None:
+    def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with STEPS[entered]():
+            loss: Tensor = model(**batch)
+        return loss
+
+    def function(x: Tensor) -> Tensor:
+        return torch.softmax(x @ x, -1).pow(2)
+
+    own = dataclasses.replace(workload(function), step=step)
+    around = workload(function, torch.float16 if entered == "default" else torch.bfloat16)
+    graphs = [record(fake_step(each, find_planning_device(H100))) for each in (own, around)]
+    assert graphs[0].about["autocast"] == graphs[1].about["autocast"] is not None
+    sizes = [(graph.storages.size_bytes.tolist(), graph.storages.death.tolist()) for graph in graphs]
+    assert sizes[0] == sizes[1]
+
+
+def test_autocast_of_the_target_that_was_made_before_the_step_is_refused() -> None:
+    with warnings.catch_warnings(action="ignore"):
+        before = torch.autocast("cuda", torch.bfloat16)
+    if before._enabled:
+        pytest.skip("CUDA is at hand")
+
+    def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with before:
+            loss: Tensor = model(**batch)
+        return loss
+
+    with pytest.raises(CaptureError, match=r"enters a torch.autocast\('cuda'\) that was made outside"):
+        record(fake_step(dataclasses.replace(workload(torch.relu), step=step), find_planning_device(H100)))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 from unittest import mock
@@ -18,6 +19,7 @@ from torch import fx
 
 from remat._torch.door import internal
 from remat._torch.dynamo import Translator, Variable, constant
+from remat.errors import CaptureError
 
 _PURPOSE = "capture a forward as another device would run it"
 
@@ -152,6 +154,50 @@ def _autocast_regions(find: Find) -> Iterator[None]:
         return original(self, tx)
 
     with mock.patch.object(variable, "enter", enter):
+        yield
+
+
+@contextlib.contextmanager
+def autocast_elsewhere(
+    elsewhere: OtherDevice, around: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> Iterator[None]:
+    """Let untraced code enter autocast of the other device: it becomes autocast of the device at hand, in its dtype.
+
+    around  makes a context that is open within each autocast
+
+    Raises CaptureError for an autocast of the other device that was made before: torch has turned it off.
+    """
+    begin, enter, leave = torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__
+    opened: list[contextlib.AbstractContextManager[Any]] = []
+
+    @functools.wraps(begin)
+    def begin_here(
+        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *args: Any, **more: Any
+    ) -> None:
+        is_there = elsewhere.here_for(device_type) != device_type
+        begin(
+            self,
+            elsewhere.here_for(device_type),
+            _dtype(elsewhere) if is_there and dtype is None else dtype,
+            *args,
+            **more,
+        )
+
+    def enter_here(self: torch.autocast) -> Any:
+        if elsewhere.here_for(self.device) != self.device:
+            raise CaptureError(
+                f"the step enters a torch.autocast({self.device!r}) that was made outside of it, and torch turns it "
+                f"off where there is no {self.device} device: make it in the step, or set the workload's `autocast`."
+            )
+        opened.append(around() if self._enabled else contextlib.nullcontext())
+        opened[-1].__enter__()
+        return enter(self)
+
+    def leave_here(self: torch.autocast, *error: Any) -> Any:
+        opened.pop().__exit__(None, None, None)
+        return leave(self, *error)
+
+    with mock.patch.multiple(torch.autocast, __init__=begin_here, __enter__=enter_here, __exit__=leave_here):
         yield
 
 

@@ -39,7 +39,7 @@ def fake_step(workload: Workload, place: PlanningDevice, *, loop: TrainingLoop |
         workload,
         device=device,
         loop=loop,
-        prepare=functools.partial(substitute, autocast=workload.autocast, cudnn_attention=cudnn),
+        prepare=functools.partial(substitute, cudnn_attention=cudnn),
         recompute_context=weight_cast_cache,
         elsewhere=Elsewhere(
             torch.device(place.target.device, 0),

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves
 
 from remat._torch.dynamo import tracebacks_unwritten
+from remat._torch.elsewhere import autocast_elsewhere
 from remat.capture.anchors import Signature, identity_of, module_path, signature_of
 from remat.capture.attention_masks import Masks, OnesSeen, eager_attention_masks, masks_of
 from remat.capture.beside_parameters import tensors_beside
@@ -136,8 +137,8 @@ class FakeStep:
     form       its present form; set by `in_form`
     loop       the training loop around forward and backward, which may change between records; its shards are not run,
                see `sharding.py`
-    prepare    changes a captured graph before its first run (the target's kernels)
-    recompute_context  context of forward and recomputations if kernels are substituted: the emulated cache of weight
+    prepare    changes a captured graph before its first run in an autocast dtype (the target's kernels)
+    recompute_context  context of autocast and recomputations if kernels are substituted: the emulated cache of weight
                casts
     elsewhere  the device whose kernels run and for which the forward is captured, if that is not `device`
     trails         of the captured forwards that ran so far under the same answers
@@ -154,7 +155,7 @@ class FakeStep:
         *,
         device: torch.device,
         loop: TrainingLoop | None = None,
-        prepare: Callable[[fx.GraphModule], None] | None = None,
+        prepare: Callable[[fx.GraphModule, torch.dtype | None], None] | None = None,
         recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
         elsewhere: Elsewhere | None = None,
     ):
@@ -165,7 +166,8 @@ class FakeStep:
         self._prepare = prepare
         self._captured: dict[int, tuple[int, fx.GraphModule]] = {}  # by id: the call that each was first, and itself
         self._called: dict[int, fx.GraphModule] = {}  # by call
-        self._prepared: dict[tuple[int, Form], fx.GraphModule] = {}
+        self._autocast_of: dict[int, torch.dtype | None] = {}  # by call
+        self._prepared: dict[tuple[int, torch.dtype | None, Form], fx.GraphModule] = {}
         self.form = CAPTURED
         self._recompute_context = recompute_context
         self._views = ViewHistories()
@@ -206,16 +208,21 @@ class FakeStep:
     @property
     def product_dtype(self) -> torch.dtype:
         """In which the model multiplies matrices."""
-        return self.workload.autocast or next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+        dtypes = (self.workload.autocast, *self._autocast_of.values())
+        return next(filter(None, dtypes), None) or next(
+            p.dtype for p in self.model.parameters() if p.is_floating_point()
+        )
 
     @property
     def computes_in_float16(self) -> bool:
-        return torch.float16 in (self.workload.autocast, *(p.dtype for p in self.model.parameters()))
+        autocast = (self.workload.autocast, *self._autocast_of.values())
+        return torch.float16 in (*autocast, *(p.dtype for p in self.model.parameters()))
 
     def capture_anew(self, answers: Answers | None) -> None:
         """Discard the captured graphs, and capture with `answers` from now on."""
         self._captured.clear()
         self._called.clear()
+        self._autocast_of.clear()
         self._prepared.clear()  # known by ids, which may be given again
         self._begun = None
         self._seen_calls: set[tuple[str, ...]] = set()
@@ -403,21 +410,22 @@ class FakeStep:
         graph_module = next(module for call, module in self._captured.values() if call == head.call)
         return find_heads(graph_module)[head.head].shape
 
-    def _ready(self, call: int, graph_module: fx.GraphModule) -> fx.GraphModule:
+    def _ready(self, call: int) -> fx.GraphModule:
         """Return a copy of a captured graph in the step's form, with the kernels of the device."""
+        graph_module, autocast = self._called[call], self._autocast_of[call]
         first, _ = self._captured.setdefault(id(graph_module), (call, graph_module))
-        key = (id(graph_module), self.form)
+        key = (id(graph_module), autocast, self.form)
         if key not in self._prepared:
             ready = formed(graph_module, self.form, first)
             identity_of(ready)  # before kernels are put in
             if self._prepare is not None:
-                self._prepare(ready)
+                self._prepare(ready, autocast)
             self._prepared[key] = ready
         return self._prepared[key]
 
     def _execute_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
-        self._called[call] = graph_module
-        graph_module = self._ready(call, graph_module)
+        self._called[call], self._autocast_of[call] = graph_module, autocast_dtype(self.device.type)
+        graph_module = self._ready(call)
         with self._call_context():
             return self._views.renewed(self.execute_call(call, graph_module, args))
 
@@ -437,10 +445,10 @@ class FakeStep:
         graph_module, alike = self._called[call], self.form.in_one_slice
         prepared = (
             known
-            for (which, form), known in self._prepared.items()
-            if (which, form.in_one_slice) == (id(graph_module), alike)
+            for (which, autocast, form), known in self._prepared.items()
+            if (which, autocast, form.in_one_slice) == (id(graph_module), self._autocast_of[call], alike)
         )
-        ready = next(prepared, None) or self._ready(call, graph_module)
+        ready = next(prepared, None) or self._ready(call)
         node = next(node for node in ready.graph.nodes if node.name == name)
         first, _ = self._captured[id(graph_module)]
         found: ChunkedLoss = node.meta[CHUNKED]
@@ -459,11 +467,13 @@ class FakeStep:
 
     @contextlib.contextmanager
     def _forward_context(self) -> Iterator[None]:
-        """Enter autocast, which models may query while they are traced, and the emulated cache of casts."""
-        with (
-            autocast_context(self.device, self.workload.autocast),
-            (self._recompute_context or contextlib.nullcontext)(),
-        ):
+        """Enter autocast, which models may query while they are traced, with the emulated cache of casts.
+
+        A step may enter autocast itself, also that of a device that is not at hand.
+        """
+        around = self._recompute_context or contextlib.nullcontext
+        there = autocast_elsewhere(self._elsewhere, around) if self._elsewhere else contextlib.nullcontext()
+        with there, autocast_context(self.device, self.workload.autocast):
             yield
 
     def _made_batch(self) -> Any:
@@ -728,6 +738,11 @@ class FakeStep:
         for name, p in self.model.named_parameters():
             size, sizes = tracker.bytes_of(p), tuple(map(tracker.bytes_of, self.optimizer.state_of(p)))
             yield Parameter(name, size, size if p.requires_grad else 0, sum(sizes), state_tensors=sizes)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype of the autocast that is active; None if there is none."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def autocast_context(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
