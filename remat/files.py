@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, read with errors that name them; and the folder of what is kept between runs."""
+"""Files: atomic writes, read errors that name the file, and the cache folder."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def explore(problem: Problem, limits: Limits) -> Found:
 
 @dataclasses.dataclass
 class Found:
-    """The best plan and bound so far; `left` are the cases that may hold a better plan, None if there may be others."""
+    """The best plan and bound so far; `left` lists cases that may hold a better plan, None if unknown."""
 
     problem: Problem
     started: float

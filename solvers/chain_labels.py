@@ -418,7 +418,7 @@ class _LabelSearch:
 
     @functools.cached_property
     def _table_allows_it(self) -> bool:
-        """Whether every end of a plan that a label allows is allowed by its table, so that its R is no longer.
+        """Whether its table allows every end of a plan that a label allows, so that its R is no longer.
 
         That fails if a limit mixes shares (storages alive there are deducted in full, but counted in part), or if kept
         bytes are lifted to a floor. Then a label beats another only if the tables count no more in it, too; otherwise

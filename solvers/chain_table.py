@@ -241,7 +241,7 @@ class Table:
     # Reading
 
     def legs(self, spare_bytes: int = 0) -> list[Leg] | None:
-        """Read off the best plan by the table if `spare_bytes` are taken from the start on; None if there is none."""
+        """Read the best plan off the table with `spare_bytes` less from the start; None without a plan."""
         cut, k, level = 0, 0, -(-spare_bytes // self.grain)
         if level >= self.levels or np.isinf(self.values[0][0][level]):
             return None

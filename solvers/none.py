@@ -1,4 +1,4 @@
-"""No checkpointing: what people run who have no plan. It is not traced, and its peak is that of the untraced step."""
+"""No checkpointing: the step without a plan. Nothing is traced; the peak is that of the untraced step."""
 
 from __future__ import annotations
 

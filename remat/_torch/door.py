@@ -1,4 +1,4 @@
-"""How a name that torch keeps private is found, how it is said that it is gone, and how a change to torch is shared."""
+"""Door to torch: look up private names, report missing ones, and share a change to torch."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from remat._torch.recording import untraced
 
 
 class UnseenMode(TorchDispatchMode):
-    """A dispatch mode that Dynamo must not take for a reason to fall back to eager code, and does not follow into.
+    """A dispatch mode that Dynamo ignores: it neither traces the mode nor falls back to eager code.
 
     torch sees to the latter, for every mode whose `_should_skip_dynamo` says so; where it does not, this class does.
     Twice would cost as much again, at every operator of every step on fakes.

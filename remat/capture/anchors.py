@@ -1,4 +1,4 @@
-"""Anchors: the nodes of a captured fx graph as identity knows them, and where in the graph regions may begin and end.
+"""Anchors: identities of the nodes of a captured fx graph, and the positions where regions may begin and end.
 
 The same reading is done of the graph on fake tensors when a step is recorded, and of the graph at hand when a plan is
 applied; Dynamo's `example_value` says of every node what it gives: a tensor of its own, a view, a size. It is read
@@ -177,7 +177,7 @@ class _Storages:
                 self._maker.setdefault(storage_key(tensor), node)
 
     def made_bytes(self, node: fx.Node) -> int:
-        """Return the bytes of the storages that `node` is the first to have, as far as its values reach into them."""
+        """Return the bytes of the storages that `node` makes, as far as its values reach into them."""
         own = {storage_key(t): _bytes(t) for t in _tensors(node) if self._maker[storage_key(t)] is node}
         return sum(own.values())
 

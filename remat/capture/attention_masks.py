@@ -60,7 +60,7 @@ class Masks:
     packed: bool = False
 
     def as_planned(self, planned: Masks) -> Masks:
-        """Return these masks with an explicit one if the plan has one: it is right for a batch without padding too."""
+        """Add an explicit mask if the plan has one; it is right for a batch without padding too."""
         padded = self.padded or (self.ones and planned.padded)
         return Masks(self.ones and not padded, padded, self.packed or planned.packed)
 

@@ -1,4 +1,4 @@
-"""Circumstances: under what a step was captured, so that a plan that does not fit can say what has changed since.
+"""Circumstances of a capture: versions, batch, configuration, modes, hooks. An error of a plan lists their changes.
 
 A graph is made by more than the model's class: the library's version, what the batch holds, the configuration, which
 modules are in training mode, which have hooks. All of it is written into the plan when it is made. Nothing here decides

@@ -483,7 +483,7 @@ def _not_built(error: Exception, where: str = "") -> RematError:
 
 
 def _reads_data(error: BaseException | None) -> bool:
-    """Return whether an error, or what caused it, is of a tensor on the meta device whose data is asked for."""
+    """Return whether an error or its cause is a read of data on the meta device."""
     said = str(error).lower()
     if "meta" in said or "tensor.__format__" in said:
         return True

@@ -1,4 +1,4 @@
-"""Opaque nodes: what Dynamo hands over as one node with a graph of its own, made fit to be run by eager autograd.
+"""Opaque nodes: one node of Dynamo with its own graph, rewritten for eager autograd.
 
 Such nodes are meant for a compiler behind Dynamo. Called as they stand they compute the right numbers, but
 

@@ -1,4 +1,4 @@
-"""Model state: all that a forward may change beside parameters, as it was at one moment, so that it can be put back.
+"""Model state: save and restore everything that a forward may change beside parameters.
 
 A forward changes more than buffers: it keeps a memory from batch to batch as a plain attribute, appends to a list,
 counts its calls, draws from a generator of its own, fills a cache of its class. A run of one forward more than
@@ -322,7 +322,7 @@ class Appended:
 
 
 class SharedState:
-    """State that a model on fake tensors, and its `step`, share with the rest of the program, where it stays unchanged.
+    """State that a model on fake tensors and its `step` share with the program; the program's stays unchanged.
 
     fake  makes the fake of a tensor; the model's own state gets its fakes at once
     """

@@ -1,4 +1,4 @@
-"""Nodes of a captured fx graph: what they call, whether they draw, and how a node is run as a function."""
+"""Nodes of a captured fx graph: their callees, their random draws, and a node as a function."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def is_captured(node: fx.Node) -> bool:
 
 
 def called(node: fx.Node) -> str:
-    """Return the callee of a captured node as text that is the same on every device and in every torch version.
+    """Return the callee of a captured node as text, equal on every device and torch version.
 
     Remembered before a target's kernels are put in place of this machine's.
     """

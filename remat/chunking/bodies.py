@@ -1,4 +1,4 @@
-"""Bodies: what a run of nodes makes of rows, in graphs of its own in which rows are the first of two dimensions."""
+"""Bodies: the computation of a run of nodes as graphs whose first of two dimensions is rows."""
 
 from __future__ import annotations
 

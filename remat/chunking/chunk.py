@@ -1,4 +1,4 @@
-"""Chunk: a captured graph in which heads, and runs that act by row, are one node each and run in slices."""
+"""Chunk: replace each head, and each run that acts by row, by one node that runs in slices."""
 
 from __future__ import annotations
 

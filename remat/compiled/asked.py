@@ -68,7 +68,7 @@ class Asked:
 
 
 class Weakly:
-    """A model or an optimizer among the options of a compilation, which Dynamo keeps for good and these must not be.
+    """A weak reference to a model or an optimizer among compile options, because Dynamo keeps options forever.
 
     An optimizer that is gone, as one that only says how a loop elsewhere trains, counts as one with its settings.
     """

@@ -156,7 +156,7 @@ _STEPS = WeakIdKeyDictionary()  # of models: by budget
 
 
 def _step_of(asked: Asked, options: dict[str, Any]) -> CompiledStep:
-    """Return the step whose budget a graph shares with all that are captured with the same options, or of one model.
+    """Return the step that shares a budget: all graphs of the same options, or of one model.
 
     A loop over blocks makes options for each: `block.compile(backend="remat", options={..., "model": model})`. These
     must stay equal: Dynamo compiles anew for others, and after eight of them runs blocks uncompiled.

@@ -86,7 +86,7 @@ def _may_be_chunked(head: Head) -> bool:
 
 @torch.library.custom_op("remat::add_to", mutates_args=("total",))
 def _add_to(total: Tensor, part: Tensor) -> None:
-    """Add as a kernel of its own. Additions that fuse would wait for the last chunk, and keep the parts of all."""
+    """Add in a separate kernel: fused additions would keep the parts of all chunks until the last."""
     total.add_(part)
 
 

@@ -79,10 +79,11 @@ def halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int, hold
 
 
 def by_call(tracker: Tracker, alive: np.ndarray, begin: int, graph: fx.Graph) -> dict[str, int]:
-    """Return the peak from each call until the next, by its name, as they run from operator `begin` on; "" before all.
+    """Return the peak from each call to the next, by call name, from operator `begin` on.
 
     Inductor moves calls: a gradient that nothing waits for is made last. So a call is known by its operator and by the
-    sizes of what it takes. One that is not known counts to the call before.
+    sizes of what it takes. One that is not known counts to the call before. The name "" stands for all before the first
+    call.
     """
     kinds = list(tracker.kinds.values())
     waiting: dict[Any, deque[str]] = defaultdict(deque)

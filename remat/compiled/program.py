@@ -158,7 +158,7 @@ class Solved:
 
 @dataclasses.dataclass(frozen=True)
 class _Span:
-    """The stages `earliest` and `last` that may need a value, and `begin` to `due` in which it may be made again."""
+    """The stages that may need a value (`earliest`, `last`), and that may recompute it (`begin` to `due`)."""
 
     earliest: int
     begin: int
@@ -167,7 +167,7 @@ class _Span:
 
 
 def _spans(joint: Joint, most: int) -> list[_Span | None]:
-    """List the span of each value, of `most` stages in all; None if nothing in backward can come to need it."""
+    """List the span of each value among `most` stages; None if backward never needs it."""
     values = joint.values
     begin: list[float] = [math.inf if v.first is None else v.first for v in values]
     due: list[float] = list(begin)
@@ -404,7 +404,7 @@ class _Program:
         return [*certain, alive]
 
     def _unless_needed(self, v: int, t: int) -> Iterator[list[Any]]:
-        """Yield lists of literals: all have a true one unless something is made of value v in stage t or later."""
+        """Yield clauses: all hold unless stage t or a later one computes something from value v."""
         for u in self.made_of[v]:
             if not self.r[u]:
                 continue

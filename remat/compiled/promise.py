@@ -1,4 +1,4 @@
-"""The promise at run time: whether a step runs its compiled graphs as often, and with sizes as large, as planned.
+"""The promise at run time: check the runs and sizes of compiled graphs against the plan.
 
 Rule 1  A run is alive from its forward until its backward begins, or until autograd lets go of it. A plan counts on
         `uses` runs of each graph at once. Whatever a step runs, a forward is refused that would exceed the budget

@@ -1,4 +1,4 @@
-"""Call a kernel from its signature, and time it; torch alone, so that this file runs by itself on any machine.
+"""Call a kernel from its signature, and time it. The file needs torch alone and runs by itself.
 
 `python kernel_calls.py h100.csv` measures every row of a table that has no time yet on this machine's GPU, or else its
 CPU, and writes it in place. `remat profile --costs h100.csv` writes such a table on a machine without the card, and

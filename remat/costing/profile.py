@@ -1,4 +1,4 @@
-"""A Profile: a Graph with its Costs, as a file. Taken on the machine that has the GPU, solved on any other."""
+"""A Profile: a Graph with its Costs, as a file. A GPU machine measures it; any machine solves it."""
 
 from __future__ import annotations
 

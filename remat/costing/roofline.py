@@ -1,4 +1,4 @@
-"""Roofline: how long a kernel takes on a target that is not at hand (Williams et al. 2009), from its signature.
+"""Roofline: estimate a kernel's time on an absent target from its signature (Williams et al. 2009).
 
 A kernel takes a launch, and then as long as its arithmetic or its traffic, whichever is longer, at the share of the
 target's peaks that kernels of its family reach. Few parameters, none for a model:
@@ -212,7 +212,7 @@ def _is_full(dtype: str, target: Target) -> bool:
 
 
 def _filled(count: int, rows: int, columns: int, inner: int, target: Target, size: int = 2) -> float:
-    """Return the share of the rate of full rounds of large tiles that the best cut of a product reaches. (Rule 1)"""
+    """Return the best tiling's rate, as a share of the rate of full rounds of large tiles. (Rule 1)"""
     processors = max(target.processors, 1)
     best = 0.0
     for tall, wide, share in _TILES:
@@ -276,7 +276,7 @@ def _is_channels_first(image: DescribedTensor) -> bool:
 
 
 def _bias_bytes(kind: OpKind, *, backward: bool) -> int:
-    """Return the bytes moved by the pass that adds a bias to the result, or that sums the gradient for it."""
+    """Return the bytes moved by the pass that adds a bias, or in backward sums its gradient."""
     args = kind.signature[0]
     if backward:
         return DescribedTensor.of(args[0]).size_bytes if args[10][2] else 0
@@ -370,7 +370,7 @@ def _layer_norm_backward_us(kind: OpKind, target: Target, stream: float) -> floa
 
 
 def _softmax_us(kind: OpKind, target: Target, stream: float) -> float:
-    """Return the time of softmax: 3 reads and a write of rows too long for the chip, else one of each. (Rule 5)"""
+    """Return the time of softmax: three reads and a write of long rows, else one of each. (Rule 5)"""
     tensor, dim = _tensors(kind)[0], kind.signature[0][1]
     row, halves = tensor.shape[dim] if tensor.shape else 1, tensor.item_bytes == 2
     if row * tensor.item_bytes > (2 * _ON_CHIP if halves else _ON_CHIP):

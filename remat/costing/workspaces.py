@@ -97,7 +97,7 @@ def efficient_attention(kind: OpKind, target: Target) -> int:
 
 
 def efficient_attention_backward(kind: OpKind, target: Target) -> int:
-    """Return the bytes of `delta`, fp32 blocks of dq, and of dk and dv if 16-bit heads are too wide for registers.
+    """Return the bytes of `delta` and fp32 blocks of dq; wide 16-bit heads add dk and dv.
 
     For fp32, `delta` is the sum of a product of gradient and output.
 

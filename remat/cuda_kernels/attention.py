@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def dropout(device: Device, function: Call, input: Tensor, p: float, train: bool) -> Tensor:
-    """Run dropout by Rule 6. In place, or of whole features, it is not fused on CUDA either, and has no row."""
+    """Run dropout by Rule 6. Dropout in place or of whole features has no row: CUDA fuses neither."""
     if train and 0 < p < 1 and input.numel() > 0:
         return aten.native_dropout(input, p, True)[0]
     return function(input, p, train)

@@ -1,4 +1,4 @@
-"""The table: name of a dispatcher entry -> rule by which a CUDA device runs it. (Rules 5 and 8-14, `substitute.py`)"""
+"""The table: name of a dispatcher entry -> its rule on a CUDA device. (Rules 5 and 8-14, `substitute.py`)"""
 
 from __future__ import annotations
 

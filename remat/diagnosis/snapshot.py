@@ -52,7 +52,7 @@ class SnapshotMoment:
 
 @dataclasses.dataclass(frozen=True)
 class OutOfMemory:
-    """A request that the card could not meet: its size, the bytes free on the card, and the moment before it."""
+    """A failed request: its size, the bytes free on the card, and the moment before it."""
 
     size_bytes: int
     device_free_bytes: int

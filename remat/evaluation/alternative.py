@@ -38,7 +38,7 @@ class Alternative:
 
 
 def in_two_lines(rows: Sequence[Alternative]) -> list[str]:
-    """Format the menu in two lines for a log: the time that each other answer adds, and how to select it."""
+    """Format the menu in two lines for a log: added time of each other answer, and its options."""
     others = [row for row in rows if row.overhead is not None and not row.taken]
     if not others:
         return []

@@ -75,7 +75,7 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lives:
-    """The lives of every storage of a step under a plan, one for each time that it is made, and their timeline.
+    """The lives of every storage of a step under a plan, one per computation, and their timeline.
 
     storage, size_bytes, birth, death  columns over lives: a storage of the graph, and the positions between which it
                                        is alive

@@ -1,4 +1,4 @@
-"""A planned step: a plan for all that a training script computes until its loss, not for the model's forward alone."""
+"""A planned step: a plan for the whole computation of the loss, beyond the model's forward."""
 
 from __future__ import annotations
 

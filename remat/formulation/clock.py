@@ -1,4 +1,4 @@
-"""Clock: how long every part of planning may take. No other module of planning or solving has a number of seconds.
+"""Clock: time limits of every part of planning. No other module of planning or solving has seconds.
 
 A time limit that the caller sets (`Limits.time_s`) is above all of these. Where none is set, these end the search:
 past them, searches rarely found better plans or bounds on the models in `results/`.

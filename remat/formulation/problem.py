@@ -149,7 +149,7 @@ class Problem:
         return self._relief.in_forward
 
     def carried_between(self, op: int, cut: int) -> int:
-        """Return the bytes that may leave the device from operator `op` of forward to `cut`; 0 if the cut is first."""
+        """Return the bytes that may leave the device between operator `op` of forward and `cut`, at least 0."""
         return max(int(self._carried_bytes[self._op_of_cut[cut]] - self._carried_bytes[op]), 0)
 
     @functools.cached_property
@@ -299,7 +299,7 @@ class Problem:
 
     @functools.cached_property
     def _spare(self) -> tuple[np.ndarray, np.ndarray]:
-        """The workspace of every operator of a node that may be saved, and the bytes that the node has made by then."""
+        """For each operator of a node that may be saved: its workspace, and the node's bytes made so far."""
         graph = self.graph
         spare = np.where(np.isin(graph.op_node, list(self.liveness.save_time_ns)), self.memory.workspace_bytes, 0)
         made = np.zeros_like(spare)

@@ -15,7 +15,7 @@ from remat.fusion.fused_group import FusedGroup
 
 
 def formed(graph_module: fx.GraphModule, form: Form, call: int) -> fx.GraphModule:
-    """Copy the graph of call `call` into `form`: chunk losses and MLPs, then fuse the rest and inside of the chunks."""
+    """Copy the graph of call `call` into `form`: chunk losses and MLPs, then fuse inside and outside of chunks."""
     chunked = chunk(graph_module, slices_in(form.chunks, call), form.rows)
     if not form.fused:
         return chunked

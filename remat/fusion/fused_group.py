@@ -1,4 +1,4 @@
-"""A fused group: what its node calls. It is compiled for the layouts that it is given, or once for open sizes."""
+"""A fused group: the callee of its node, compiled for each layout of inputs, or once for open sizes."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class _Finder:
         return sorted(found, key=lambda group: self._order[group.members[-1]])
 
     def _take_views_of_inputs(self, group: Group) -> None:
-        """Add views of inputs by Rule 2. A part of several tensors is added with all of it, or not at all."""
+        """Add views of inputs by Rule 2. A part of several tensors joins only with all of its parts."""
         waiting, made = group.inputs, len(group.members)
         while waiting:
             node = waiting.pop()

@@ -1,4 +1,4 @@
-"""The most bytes that a link takes off the device under any plan: how far rows may be relaxed and bounds stay valid.
+"""Upper bound on the bytes that a link takes off the device; rows relaxed by it give valid bounds.
 
 Bytes leave in forward only, no faster than the link carries them, not before they are made, and behind nodes or slices.
 So while one of those runs, no more are off the device than the link has carried when it begins, and never more than C,

@@ -1,4 +1,4 @@
-"""The timeline of a step under a plan's regions, as copies see it: when, and at which nodes, something may be done."""
+"""The timeline of a step for copies: the times and nodes at which a copy may begin and end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Candidate:
 
 
 class Border(NamedTuple):
-    """A place where a copy out may end: operators run by then, and the node, or number of its slices, before it."""
+    """A place where a copy out may end: operators run so far, and the node or slice before it."""
 
     op: int
     node: int

@@ -57,7 +57,7 @@ LIGER_LIKE = "liger-like"  # every block, and losses in as many slices as Liger-
 
 @dataclasses.dataclass(frozen=True)
 class StrategyRow:
-    """The result of one strategy. A field is None if it found no plan at all, or cannot know the value.
+    """The result of one strategy. A field is None without a plan, or if the value is unknown.
 
     fits         whether the peak keeps the budget; if not, the plan is the nearest that a heuristic finds
     step_time_us, overhead  of the device or the host, whichever takes longer; so are the next two
@@ -106,7 +106,7 @@ class StrategyRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heading(Shown):
-    """The heading of a table of plans: the step, the target, the source of its costs, and the step without a plan."""
+    """The heading of a table of plans: step, target, source of costs, and the step without a plan."""
 
     about: dict[str, Any]
     target: str

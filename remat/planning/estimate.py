@@ -1,4 +1,4 @@
-"""Estimate: what a training step takes as it is, or under a plan: where every byte goes, and how fast it can be.
+"""Estimate: bytes by category and module, time and utilisation of a step, with a plan or without.
 
 Nothing is solved here. The bytes are the evaluator's, at the instant of the peak, by category and by module; the time
 is that of the operators one after the other. Utilisation is over the target's peak rate for the dtype that does most of
@@ -177,7 +177,7 @@ def estimate_of(
     allocator: str | None = None,
     offloads: Sequence[Offload] = (),
 ) -> Estimate:
-    """Estimate the step of `profile` under the regions and offloads of a plan; without a plan also as Python runs it.
+    """Estimate the step of `profile` under a plan's regions and offloads; without a plan also as Python runs it.
 
     allocator  settings of PYTORCH_CUDA_ALLOC_CONF; those of the environment by default. Raises UsageError
     """

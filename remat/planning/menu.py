@@ -1,4 +1,4 @@
-"""Menu: the answers to one budget that differ in what they may change in the numbers, and in what goes to the host.
+"""Menu: answers to one budget that differ in numerics and in offloading.
 
 The plan that a request gets is one row of the menu. The others say what it costs to have every gradient bitwise, and
 what fused kernels or activation offloading would gain, with the options that take them. Rows are the evaluator's: only

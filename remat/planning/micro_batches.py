@@ -66,7 +66,7 @@ _UpdateTime = Callable[[Profile, int, tuple[Region, ...]], float]  # of a number
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """The samples of one rank in one optimizer step, as micro-batches of one size, the last one smaller if need be."""
+    """The samples of one rank in one optimizer step, in equal micro-batches; the last may be smaller."""
 
     samples: int
     micro_batch: int

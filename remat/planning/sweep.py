@@ -455,7 +455,7 @@ class _Trace:
 
 
 def _largest_gap(curve: Sequence[_Solved]) -> int | None:
-    """Return the budget in the middle of the least known range of the curve; None if all is known. (Rule 4)"""
+    """Return the middle budget of the largest unknown range of the curve; None if all is known. (Rule 4)"""
 
     def area(pair: tuple[_Solved, _Solved]) -> float:
         left, right = pair

@@ -185,7 +185,7 @@ class _PaddedCap(_Cap):
         yield from (each * longest for each in fewer(rows))
 
     def _beyond(self, rows: int, longest: int) -> int:
-        """Return the tokens beyond full rows that fit, in one row more of shorter ones; 0 where many rows are full."""
+        """Return the tokens that still fit beyond `rows` full rows, in one more row; 0 for many rows."""
         parts = FINE // rows
         if not parts:
             return 0

@@ -59,7 +59,7 @@ class Deferred:
         self.largest = max((number for number, size in enumerate(self._elements) if size == most), default=None)
 
     def reach(self, loss: torch.Tensor) -> torch.Tensor:
-        """Run the backward of a step up to the backward of its largest pass; return the tensor that it is called on."""
+        """Run backward until the backward of its largest pass; return the tensor that it is called on."""
         self._here = self._waiting = 0
         try:
             with self._watching():

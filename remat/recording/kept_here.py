@@ -1,4 +1,4 @@
-"""Kept here: what code between two graphs makes on the device that a step is for is made on the device at hand.
+"""Kept here: untraced code between graphs makes its tensors on the device at hand, not on the target.
 
 In traced code the device at hand takes the place of the other one (`capture/elsewhere.py`). What a traced function
 learned before a break (`device = x.device`), it passes to the untraced code behind it.

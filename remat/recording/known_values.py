@@ -282,7 +282,7 @@ def _view_of(tensor: torch.Tensor) -> _View:
 
 
 def _stand_in(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return an empty real tensor in place of a fake one from which a factory makes few integers; else the fake."""
+    """Return an empty real tensor for a fake one that a factory fills with few integers; else the fake."""
     dtype = dtype or tensor.dtype
     is_plain = isinstance(tensor, FakeTensor) and all(isinstance(size, int) for size in tensor.shape)
     if not is_plain or dtype.is_floating_point or dtype.is_complex or tensor.numel() > MOST_INTEGERS:

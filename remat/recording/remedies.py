@@ -1,4 +1,4 @@
-"""Remedies: what to do about a step that torch cannot run on fake tensors, where torch's own words do not say it."""
+"""Remedies: add a remedy to torch's errors about steps that fake tensors cannot run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SPARSE = ". Tensors of a sparse layout are not supported: give dense ones"
 
 
 def describe(error: BaseException, where: str = "") -> str:
-    """Describe an error: its kind, the first line of its message, `where` it is, and a remedy if one is known."""
+    """Describe an error: kind, first line of the message, `where` it happened, and a known remedy."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     remedy = _remedy(error, said)

@@ -64,7 +64,7 @@ def _between(one: Any, other: Any, line: Callable[[int, int], int]) -> Any:
 
 
 class Resliced:
-    """Records of one step in all forms that differ in slices alone: the first is made, the others follow from it."""
+    """Records of one step in all forms that differ in slices alone; the first record gives the others."""
 
     def __init__(self, step: FakeStep, *, alignment_bytes: int, whole: Graph):
         self._step, self._alignment_bytes, self._whole = step, alignment_bytes, whole

@@ -1,4 +1,4 @@
-"""The forwards of a step on fake tensors: every call of the model, or of a module of it, traced where it is made.
+"""The forwards of a step on fake tensors: each call of the model, or of a module, traced in place.
 
 A step that calls its model traces the model's forward. One that calls modules of it in place of the model
 (`model.head(model.body(x))`, a generator and a critic in one container) traces theirs: `outermost_calls` finds them, in

@@ -100,7 +100,7 @@ def added_at(sweep: Mapping[str, Any], budget_bytes: float) -> float | None:
 
 
 def _price_of_a_gib(material: Material) -> float | None:
-    """Return the share of the step that one more GiB saves. A sweep knows it for the step without changes of form."""
+    """Return the share of the step that one more GiB saves; a sweep knows it for the original form."""
     plan, sweep = material.plan, material.sweep
     if plan is None or sweep is None or form_of(plan.about) != CAPTURED:
         return None

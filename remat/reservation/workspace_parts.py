@@ -1,4 +1,4 @@
-"""The requests in which a kernel asks for its workspace: one free block may hold a part where none holds the whole.
+"""The requests of a kernel's workspace, in parts: a free block may hold a part of the whole.
 
 Costs and formulas (`costing/workspaces.py`) know a sum. Three families that most steps have take much of it in several
 requests, and the bytes that the allocator reserves depend on them. Parts follow from the signature and the sum alone,

@@ -1,4 +1,4 @@
-"""Training for real: a workload's steps on the device at hand, as often as needed and always from the same start.
+"""Training for real: run a workload's steps on the device at hand, always from the same start.
 
 This is what predictions are held against: `validating.py` compares a planned step with the untouched one, `timeline.py`
 is drawn beside the allocator's own curve, and benchmarks run every optimizer. Steps are whole: forward, backward, and

@@ -1,4 +1,4 @@
-"""Validate: run the untouched and the planned step on the device at hand, and hold the plan to what it says.
+"""Validate: run the step without and with its plan on the device at hand, and test the predictions.
 
 Five claims are tested: loss and gradients are those of the untouched model; both steps run the same kernels,
 recomputation aside; the plan recomputes the nodes that it says, no more and no fewer; and the peak of memory is

@@ -1,4 +1,4 @@
-"""Any optimizer: one of torch's, several in a list or in an object of the user's, one around another, or none.
+"""Any optimizer: one of torch, several in a list or an object, one around another, or none.
 
 Scripts hold Muon for matrices beside AdamW for the rest, sharpness-aware minimisation (SAM) around SGD, pairs of
 optimizers and schedulers. A step asks two things of whatever `optimizer` gave: to step, and which tensors it keeps.

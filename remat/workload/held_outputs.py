@@ -28,7 +28,7 @@ DEEPEST = 4  # containers within one another that are looked into
 
 
 class HeldOutputs:
-    """The outputs of each call of a model in a step, held until the same call of the next step has returned.
+    """The outputs of each call of a model, held until the same call of the next step returns.
 
     replacing  called with a function that frees the old outputs, in place of freeing them
     """

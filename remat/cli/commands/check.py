@@ -23,7 +23,7 @@ def check(
     allocator: Allocator = None,
     as_json: Json = False,
 ) -> Answer:
-    """Check whether a training step fits: exit code 0 if it does, else 3 with the least change that makes it fit."""
+    """Check whether a training step fits: exit code 0, or 3 with the least change that makes it fit."""
     from remat.cli.screen import live_line
 
     with live_line() as line:

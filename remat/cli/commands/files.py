@@ -1,4 +1,4 @@
-"""Files that commands write: their names, what is refused before the work, and what says how to make a model again."""
+"""Files that commands write: names, refusals before the work, and the specification of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plot: a sweep as a picture (PNG, SVG by matplotlib) or as a page to point at (HTML by plotly, works offline).
+"""Plot a sweep: a picture (PNG, SVG by matplotlib) or an interactive page (HTML by plotly, works offline).
 
 Both packages are optional; what is asked for decides which is needed.
 """

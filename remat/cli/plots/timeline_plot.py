@@ -1,4 +1,4 @@
-"""A timeline as a picture (PNG, SVG by matplotlib) or as a page to point at (HTML by plotly, works offline).
+"""Plot a timeline: a picture (PNG, SVG by matplotlib) or an interactive page (HTML by plotly, works offline).
 
 Categories are stacked from what lasts (parameters at the bottom) to what comes and goes, so that the flat part of the
 picture is what no checkpointing can change.

@@ -237,7 +237,7 @@ def _encoded(func: Any, out: Any, args: Any, kwargs: Any, into: list[_Kept]) -> 
 
 
 class Recipe:
-    """How to save a node without watching it: it keeps one tensor, which is its value's memory, and it writes nothing.
+    """How to save a node without watching it: it keeps one tensor, its value, and writes nothing.
 
     A linear layer or an activation is such a node. If a call has the signature of an earlier one, the same operators
     run, and their results have the same places in the value. A replay watches all the same, so a node that runs other
