@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from remat.evaluation.form import CAPTURED, Form
+from remat.evaluation.form import CAPTURED_FORM, Form
 from tests.devices import ON_CARD
 from tests.fuzzing import STEPS, TOLERANCE, few_rows, verdicts
 from tests.offloads import late_copies
@@ -56,7 +56,7 @@ def main(*models: str) -> None:
     device = {"measured on": "PyTorch's CUDA build, without a GPU"} if ON_CARD else {}
     about = {**report.provenance(cpu), **device, "tolerance_percent": 100 * TOLERANCE, "steps_of_each": STEPS}
     started, rows = time.monotonic(), []
-    judged = functools.partial(_judged, Form(rows=SLICES) if ROWS in models else CAPTURED, OFFLOADS in models)
+    judged = functools.partial(_judged, Form(rows=SLICES) if ROWS in models else CAPTURED_FORM, OFFLOADS in models)
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         for number, found in zip(numbers, pool.map(judged, numbers), strict=True):
             rows += found

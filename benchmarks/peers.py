@@ -24,7 +24,7 @@ from torch import nn
 
 import remat
 from benchmarks import report
-from remat.cli.plots.sweep_plot import COLOUR, OTHERS
+from remat.cli.plots.sweep_plot import COLOUR, OTHER_COLOURS
 from remat.costing.device_allocator import measure_peak, time_once_us
 from remat.costing.planning_device import find_planning_device
 from remat.formulation.problem import Problem
@@ -257,8 +257,8 @@ def draw(rows: list[dict[str, Any]], title: str, backend: str, path: Path) -> No
     axes = figure.subplots()
     looks = {
         UNTOUCHED: ("D", "#222222", "untouched"),
-        HUGGING_FACE: ("s", OTHERS[0], "Hugging Face, every block"),
-        COMPILED: ("^", OTHERS[1], f"torch.compile ({backend}), by activation_memory_budget"),
+        HUGGING_FACE: ("s", OTHER_COLOURS[0], "Hugging Face, every block"),
+        COMPILED: ("^", OTHER_COLOURS[1], f"torch.compile ({backend}), by activation_memory_budget"),
         PLANNED: ("o", COLOUR, "remat, eager"),
     }
     for peer, (marker, colour, label) in looks.items():

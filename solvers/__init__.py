@@ -30,7 +30,7 @@ HEURISTICS = (
     "save-matmuls",
     "greedy",
 )
-WITHOUT = "none"  # the strategy that is never applied: the step without a plan
+NO_CHECKPOINTING = "none"  # the strategy that is never applied: the step without a plan
 EXACT = ("exact", "chain-dp", "cp-sat", "milp")  # those that prove a bound
 NEED_ORTOOLS = ("cp-sat", "milp")
 STRATEGIES = (*HEURISTICS, *EXACT)

@@ -39,10 +39,10 @@ import numpy as np
 from remat.formulation.choices import Row, Run, SharedStorage
 from remat.formulation.problem import Problem
 
-NEVER = 1 << 30  # comes after every site
-BEYOND = 1 << 55  # bytes
+AFTER_ALL_SITES = 1 << 30  # comes after every site
+UNBOUNDED_BYTES = 1 << 55  # bytes
 MOST_ASIDE = 62  # bits of an integer of numpy
-MATTERS = 2000  # a storage smaller than a 2000th of the budget is not worth it
+SMALLEST_STORAGE_DIVISOR = 2000  # a storage smaller than a 2000th of the budget is not worth it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Case:
     def site(self, shared: SharedStorage) -> int:
         """Return the site at which `shared` is counted, unless it is a state storage."""
         if shared.storage in self.aside:
-            return NEVER
+            return AFTER_ALL_SITES
         return self.pinned.get(shared.storage, self.counted.get(shared.storage, shared.sites[-1]))
 
 
@@ -234,7 +234,7 @@ class Chain:
         If kept bytes have a floor, it is beyond all limits: a state that keeps less may be lifted to the floor first.
         """
         has_floor = any(self.problem.floor_bytes)
-        return [BEYOND if has_floor else self.problem.liveness.shared[u].size_bytes for u in self.case.aside]
+        return [UNBOUNDED_BYTES if has_floor else self.problem.liveness.shared[u].size_bytes for u in self.case.aside]
 
     @functools.cached_property
     def open_aside(self) -> list[int]:
@@ -603,7 +603,7 @@ class Chain:
         return found
 
 
-def _is_taken(shared: SharedStorage, run: Run, until: int = NEVER) -> bool:
+def _is_taken(shared: SharedStorage, run: Run, until: int = AFTER_ALL_SITES) -> bool:
     """Return whether a region takes `shared` at one of its own sites up to `until`."""
     return any(source < run.a <= site < run.b and site <= until for source, site in shared.taken)
 

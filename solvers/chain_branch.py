@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from remat.formulation.choices import Run, SharedStorage
 from remat.formulation.problem import Problem
-from remat.solvers.chain import MATTERS, Case, Chain
+from remat.solvers.chain import SMALLEST_STORAGE_DIVISOR, Case, Chain
 from remat.solvers.chain_table import Leg, Table, admits, choose_grain, regions_of
 from remat.solvers.heuristic import Proposal
 from remat.solvers.program import over_budget
@@ -235,7 +235,11 @@ def uncounted_in(chain: Chain, case: Case, legs: Sequence[Leg]) -> list[tuple[in
         counted = runs[site].b <= before and is_reason(shared, site)
         if first is not None and not counted and first > case.absent.get(shared.storage, -1):
             found.append((shared.size_bytes, shared.storage, first))
-    return [(u, site) for size, u, site in sorted(found, reverse=True) if size > problem.budget_bytes // MATTERS]
+    return [
+        (u, site)
+        for size, u, site in sorted(found, reverse=True)
+        if size > problem.budget_bytes // SMALLEST_STORAGE_DIVISOR
+    ]
 
 
 def cells_of(transition_count: int, levels: int) -> int:

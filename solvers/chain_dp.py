@@ -65,9 +65,9 @@ def solve(problem: Problem, limits: Limits) -> Solution:
     return explore(problem, limits).solution(limits)
 
 
-def explore(problem: Problem, limits: Limits) -> Found:
+def explore(problem: Problem, limits: Limits) -> Incumbent:
     """Solve the problem, and return the solution with the runs that a better plan could consist of."""
-    found = Found(problem, time.monotonic())
+    found = Incumbent(problem, time.monotonic())
     if limits.start is not None:
         found.offer(limits.start)
     try:
@@ -79,7 +79,7 @@ def explore(problem: Problem, limits: Limits) -> Found:
 
 
 @dataclasses.dataclass
-class Found:
+class Incumbent:
     """The best plan and bound so far; `left` lists cases that may hold a better plan, None if unknown."""
 
     problem: Problem
@@ -165,7 +165,7 @@ class Found:
 class _ChainSearch:
     """Branch and bound: split the case with the lowest bound, or refine its grain, until bound and plan meet."""
 
-    def __init__(self, problem: Problem, limits: Limits, found: Found):
+    def __init__(self, problem: Problem, limits: Limits, found: Incumbent):
         self.problem, self.limits, self.found = problem, limits, found
         self.open: list[Branch] = []
         self.exhausted: list[Branch] = []  # of which no table says more, or none in time
@@ -431,7 +431,7 @@ def _excess(problem: Problem, legs: Sequence[Leg]) -> int:
     return problem.curve(regions_of(problem, legs)).peak_bytes - problem.budget_bytes
 
 
-class _Overstepped(NamedTuple):
+class _Excess(NamedTuple):
     """The excess of a plan over the budget, the operator at its maximum, and whether that is in forward."""
 
     bytes: int
@@ -444,17 +444,17 @@ class _Overstepped(NamedTuple):
         return Count(0, (self.op,)) if self.in_forward else Count()
 
 
-def _overstepped(problem: Problem, regions: tuple[Region, ...]) -> _Overstepped | None:
+def _overstepped(problem: Problem, regions: tuple[Region, ...]) -> _Excess | None:
     """Return the point at which a plan exceeds the budget most; None if it does not."""
     curve = problem.curve(regions)
     if curve.peak_bytes <= problem.budget_bytes:
         return None
     op = int(curve.op[curve.peak_at])
     in_forward = op < problem.graph.forward_end and curve.region[curve.peak_at] < 0
-    return _Overstepped(curve.peak_bytes - problem.budget_bytes, op, in_forward)
+    return _Excess(curve.peak_bytes - problem.budget_bytes, op, in_forward)
 
 
-def _offer(legs: Sequence[Leg], found: Found) -> _Overstepped | None:
+def _offer(legs: Sequence[Leg], found: Incumbent) -> _Excess | None:
     """Offer the plan `legs`; return where it exceeds the budget, None if it does not."""
     problem, regions = found.problem, regions_of(found.problem, legs)
     polished = polish(problem, regions)
@@ -463,12 +463,12 @@ def _offer(legs: Sequence[Leg], found: Found) -> _Overstepped | None:
     return _overstepped(problem, regions)
 
 
-def _offer_plans(table: Table, found: Found) -> _Overstepped | None:
+def _offer_plans(table: Table, found: Incumbent) -> _Excess | None:
     """Offer the best plan of `table` or, as a table underestimates, the best that keeps as much less as needed.
 
     Returns where the first one exceeds the budget, None if it does not.
     """
-    first: _Overstepped | None = None
+    first: _Excess | None = None
     spare = 0
     for _ in range(TRIES):
         legs = table.legs(spare)

@@ -35,11 +35,11 @@ from remat.solvers.deadline import OutOfTime, check_time
 
 LIMITS = (0.125, 0.25, 0.5, 1.0)  # of the range between bound and best plan
 MOST_LABELS = 100_000  # at one cut, or while a region chooses its saves
-MORE = 1.5  # growth after which labels that others beat are dropped
+GROWTH_UNTIL_FILTER = 1.5  # growth after which labels that others beat are dropped
 BLOCK = 256  # labels that are compared with others at once
 
 
-Added = int | np.ndarray
+AddedBytes = int | np.ndarray
 Items = tuple[Item, Item]  # one item, as the chain and as the table counts it
 
 
@@ -75,7 +75,7 @@ class Labels(NamedTuple):
         kept, counted = (tuple(column[which] for column in columns) for columns in (self.kept, self.counted))
         return Labels(self.origin[which], self.time[which], kept, counted, self.aside[which])
 
-    def later(self, time_ns: int, kept: Sequence[Added], counted: Sequence[int], aside: int) -> Labels:
+    def later(self, time_ns: int, kept: Sequence[AddedBytes], counted: Sequence[int], aside: int) -> Labels:
         return Labels(
             self.origin,
             self.time + time_ns,
@@ -84,7 +84,7 @@ class Labels(NamedTuple):
             self.aside | aside,
         )
 
-    def within(self, most: Iterable[Added]) -> Labels:
+    def within(self, most: Iterable[AddedBytes]) -> Labels:
         """Select the labels that keep at most so many bytes."""
         return self.where(np.all([kept <= limit for kept, limit in zip(self.kept, most, strict=True)], axis=0))
 
@@ -349,7 +349,7 @@ class _LabelSearch:
                     parts.setdefault(to, []).append(part)
             found = {at: joined for at, each in parts.items() if len((joined := _joined(each)).time)}
             for at, labels in found.items():
-                if len(labels.time) > MORE * counts.get(at, 0):
+                if len(labels.time) > GROWTH_UNTIL_FILTER * counts.get(at, 0):
                     found[at] = self._undominated(labels)
                     counts[at] = len(found[at].time)
         return {
@@ -371,7 +371,7 @@ class _LabelSearch:
     def _with(self, labels: Labels, items: Sequence[Items]) -> Labels:
         """Return `labels` with an item saved, as each chain and its table count it."""
         item, _ = items[0]
-        kept: list[Added] = [each.bytes for each, _ in items]
+        kept: list[AddedBytes] = [each.bytes for each, _ in items]
         if item.aside:
             pairs = zip(self._chains, items, strict=True)
             kept = [_by_aside(functools.partial(chain.item_bytes, each), labels.aside) for chain, (each, _) in pairs]

@@ -33,8 +33,8 @@ from remat.solvers.least_peak import least_peak
 CHAIN_SHARE = 0.8  # of a time limit: the search in the remaining time rarely proves more
 ALONE_SHARE = 0.4  # of a time limit, for the plan without offloads: the one with them is never slower
 ROUNDS = (0.5, 0.7, 1.0)  # of the rest of the chain's time, with a link
-LESS = 0.98  # of the recompute time: another round needs at least this reduction
-LATE = 0.3  # of a time limit: with less left no other search is begun
+ROUND_REDUCTION = 0.98  # of the recompute time: another round needs at least this reduction
+LATE_SHARE = 0.3  # of a time limit: with less left no other search is begun
 MANY_RUNS = 500  # with more runs, a search for the last SMALL_GAP is not worth its time
 MANY_TRANSITIONS = 20_000  # too many even to tell which runs are useful, for that gap
 HEURISTICS = (first_k.solve, save_matmuls.solve, chen_greedy.solve, greedy.solve)
@@ -76,7 +76,7 @@ def _tell(limits: Limits, objective_us: float, bound_us: float) -> None:
 
 def _is_late(limits: Limits, started: float) -> bool:
     """Return whether too little of the time limit is left to begin anything."""
-    return limits.time_s is not None and (limits.left(started).time_s or 0.0) < LATE * limits.time_s
+    return limits.time_s is not None and (limits.left(started).time_s or 0.0) < LATE_SHARE * limits.time_s
 
 
 def _is_final(solution: Solution, limits: Limits) -> bool:
@@ -84,19 +84,19 @@ def _is_final(solution: Solution, limits: Limits) -> bool:
     return is_of_no_use or solution.status in ("optimal", "infeasible") or solution.interrupted
 
 
-def _by_chain(problem: Problem, limits: Limits) -> tuple[chain_dp.Found, Solution]:
+def _by_chain(problem: Problem, limits: Limits) -> tuple[chain_dp.Incumbent, Solution]:
     found = chain_dp.explore(problem, limits)
     return found, found.solution(limits)
 
 
-def _by_chains(problem: Problem, limits: Limits, start: Proposal) -> tuple[Problem, chain_dp.Found, Solution]:
+def _by_chains(problem: Problem, limits: Limits, start: Proposal) -> tuple[Problem, chain_dp.Incumbent, Solution]:
     """Solve along chains, and return the result with the problem as it was last tightened."""
     started, fits = time.monotonic(), not excess_bytes(problem, start)
     most_us = problem.objective_ns(start) / NS if fits else math.inf
     for share in ROUNDS if problem.link is not None else (1.0,):
         tight = problem.recomputing_at_most(most_us)
         found, solution = _by_chain(tight, dataclasses.replace(limits.left(started, share), start=start))
-        if _is_final(solution, limits) or not solution.fits or solution.objective_us > LESS * most_us:
+        if _is_final(solution, limits) or not solution.fits or solution.objective_us > ROUND_REDUCTION * most_us:
             break
         start, most_us = solution.regions, solution.objective_us
     return tight, found, solution
@@ -140,14 +140,14 @@ def _with_plan(problem: Problem, limits: Limits, solution: Solution, regions: Pr
     return dataclasses.replace(found, status="optimal") if found.gap <= limits.gap else found
 
 
-def _searched(problem: Problem, limits: Limits, found: chain_dp.Found, start: Solution, started: float) -> Solution:
+def _searched(problem: Problem, limits: Limits, found: chain_dp.Incumbent, start: Solution, started: float) -> Solution:
     """Improve `start` by the program, if that is worth the time and OR-tools is installed."""
     if not has_ortools() or limits.left(started).time_s == 0 or (start.fits and _is_late(limits, started)):
         return start
     small = start.status == "feasible" and start.gap <= SMALL_GAP
     if small and found.transition_count() > MANY_TRANSITIONS:
         return start
-    useful = found.useful(deadline_of(limits, started, 1 - LATE))
+    useful = found.useful(deadline_of(limits, started, 1 - LATE_SHARE))
     if start.fits and _is_late(limits, started):
         return start
     if small and (useful is None or len(useful) > MANY_RUNS):

@@ -37,7 +37,7 @@ from remat.solvers.heuristic import (
 )
 
 PREFIXES = 16  # that are tried from short to long
-TAKING_BACK = 24  # judgements, at most
+MOST_REMOVALS_JUDGED = 24  # judgements, at most
 
 
 def solve(problem: Problem, limits: Limits) -> Solution:
@@ -58,12 +58,12 @@ class Way:
 
 def greedy(problem: Problem, pieces: Sequence[Piece]) -> Proposal:
     """Return the greedy plan of regions that are `pieces`; if none fits, the nearest of the prefixes tried."""
-    freed = Freed(problem)
+    freed = FreedBytes(problem)
     search = _GreedySearch(problem, [hull(list(ways(problem, freed, piece))) for piece in pieces])
     return search.plan(search.fitting_levels())
 
 
-def ways(problem: Problem, freed: Freed, piece: Piece) -> Iterator[Way]:
+def ways(problem: Problem, freed: FreedBytes, piece: Piece) -> Iterator[Way]:
     """Yield all ways to execute `piece`, by rising time."""
     yield Way(None)
     nodes = [node for node in problem.liveness.save_time_ns if piece[0] <= node < piece[1]]
@@ -97,7 +97,7 @@ def hull(found: Sequence[Way]) -> list[Way]:
     return kept
 
 
-class Freed:
+class FreedBytes:
     """Estimates of the bytes that a plain piece keeps, and that a save keeps."""
 
     def __init__(self, problem: Problem):
@@ -176,7 +176,7 @@ class _GreedySearch:
     def taken_back(self, levels: list[int]) -> list[int]:
         """Take back steps that are not needed: of all pieces, of the late half, of a quarter, and so on."""
         groups = [[i for i, level in enumerate(levels) if level]]
-        for _ in range(TAKING_BACK):
+        for _ in range(MOST_REMOVALS_JUDGED):
             groups = [group for group in ([i for i in group if levels[i]] for group in groups) if group]
             if not groups:
                 break

@@ -24,7 +24,9 @@ from remat.formulation.solution import Solution, Status
 Proposal = tuple[Region, ...]
 Piece = tuple[int, int]  # nodes [first, end) that may be a region, or part of one
 
-MOST = 100  # of a family are judged at first: a judgement takes milliseconds, ten where there are a hundred layers
+MOST_JUDGED = (
+    100  # of a family are judged at first: a judgement takes milliseconds, ten where there are a hundred layers
+)
 
 
 def judge(problem: Problem, name: str, *families: Iterable[Proposal]) -> Solution:
@@ -35,7 +37,7 @@ def judge(problem: Problem, name: str, *families: Iterable[Proposal]) -> Solutio
     started = time.monotonic()
     best = (math.inf, 0, Proposal())
     for family in map(list, families):
-        stride = max(math.ceil(len(family) / MOST), 1)
+        stride = max(math.ceil(len(family) / MOST_JUDGED), 1)
         best = _best(problem, family[::stride], best)
         if stride > 1 and best[2] in family:
             at = family.index(best[2])
@@ -46,10 +48,10 @@ def judge(problem: Problem, name: str, *families: Iterable[Proposal]) -> Solutio
     return Solution(name, status, regions, time_us, 0.0, time.monotonic() - started)
 
 
-_Judged = tuple[float, int, Proposal]  # bytes over the budget, recompute time in ns; less is better
+_Judgement = tuple[float, int, Proposal]  # bytes over the budget, recompute time in ns; less is better
 
 
-def _best(problem: Problem, proposals: Iterable[Proposal], best: _Judged) -> _Judged:
+def _best(problem: Problem, proposals: Iterable[Proposal], best: _Judgement) -> _Judgement:
     """Return the better of `best` and the best proposal.
 
     Proposals are tried by rising time, until one fits.

@@ -30,7 +30,7 @@ from remat.solvers.chain import Case, Chain, Transition, storages_outside
 from remat.solvers.deadline import OutOfTime, check_time, deadline_of
 
 MOST_STATES = 500  # at a cut
-NOTHING = -(1 << 62)  # the bytes that may be kept without any continuation
+NO_CONTINUATION = -(1 << 62)  # the bytes that may be kept without any continuation
 
 
 class TooManyStates(Exception):
@@ -139,7 +139,7 @@ class _Extents:
     def __init__(self, problem: Problem):
         self.problem = problem
         self.chain = chain = Chain(problem)
-        self.most = [[NOTHING] * (1 if shared is None else 2) for shared in chain.state_storages]
+        self.most = [[NO_CONTINUATION] * (1 if shared is None else 2) for shared in chain.state_storages]
         self.choice: list[list[Transition | None]] = [[None] * len(states) for states in self.most]
         self.most[-1] = [chain.most_at(chain.count, k) for k in range(len(self.most[-1]))]
         for b in range(chain.count, 0, -1):
@@ -194,7 +194,7 @@ class _Extents:
     def useful(self, peak_bytes: int) -> set[int]:
         """Return the runs that a plan with a peak below `peak_bytes` may contain."""
         chain, found = self.chain, set[int]()
-        kept = [np.full(len(states), -NOTHING) for states in self.most]  # at least, before every cut
+        kept = [np.full(len(states), -NO_CONTINUATION) for states in self.most]  # at least, before every cut
         kept[0][0] = 0
         out_of: list[list[Transition]] = [[] for _ in range(chain.count + 1)]
         for transition in (transition for into in chain.into for transition in into):

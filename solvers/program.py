@@ -125,7 +125,7 @@ def solve(
     if problem.optimizer_peak_bytes > problem.budget_bytes:
         return Solution(name, "infeasible")
     best = _best_known(name, problem, limits, start)
-    found = _Found(name, best, start.bound_us if start is not None else 0.0, limits)
+    found = _Incumbent(name, best, start.bound_us if start is not None else 0.0, limits)
     try:
         program = _program(problem, limits, found, keep, deadline_of(limits, started))
         _search(program, make(program), limits, found, started)
@@ -137,7 +137,7 @@ def solve(
 
 
 @dataclasses.dataclass
-class _Found:
+class _Incumbent:
     """The best plan that keeps the budget and the bound so far. `best` is "infeasible" once that is proved."""
 
     name: str
@@ -164,7 +164,7 @@ class _Found:
         return dataclasses.replace(found, status="optimal" if closed else "feasible")
 
 
-def _program(problem: Problem, limits: Limits, found: _Found, keep: set[int] | None, deadline_s: float) -> Program:
+def _program(problem: Problem, limits: Limits, found: _Incumbent, keep: set[int] | None, deadline_s: float) -> Program:
     hint = found.best.regions if found.best.status == "feasible" else limits.start
     if keep is not None and hint is not None:
         keep = keep | problem.runs_of(hint)
@@ -174,7 +174,7 @@ def _program(problem: Problem, limits: Limits, found: _Found, keep: set[int] | N
     return program
 
 
-def _search(program: Program, backend: Backend, limits: Limits, found: _Found, started: float) -> None:
+def _search(program: Program, backend: Backend, limits: Limits, found: _Incumbent, started: float) -> None:
     """Improve `found`: solve, judge, add the most violated row, and repeat."""
     problem = program.problem
     found.precision = backend.precision

@@ -23,7 +23,7 @@ RECENT = 2  # segments
 
 def useful_runs(table: Table, most_ns: float, deadline_s: float = math.inf) -> set[int]:
     """Return the runs that a plan faster than `most_ns` may contain. Raises OutOfTime after `deadline_s`."""
-    chain, reached = table.chain, _Reached(table, deadline_s).values
+    chain, reached = table.chain, _ReachedValues(table, deadline_s).values
     found: set[int] = set()
     for b in range(chain.count, 0, -1):
         check_time(deadline_s)
@@ -34,7 +34,7 @@ def useful_runs(table: Table, most_ns: float, deadline_s: float = math.inf) -> s
     return found
 
 
-class _Reached:
+class _ReachedValues:
     """V."""
 
     def __init__(self, table: Table, deadline_s: float):

@@ -40,7 +40,7 @@ from remat.costing.operator_timing import time_operator
 from remat.costing.timing_cache import NotMeasurable
 from remat.errors import RematError
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.form import CAPTURED, Form
+from remat.evaluation.form import CAPTURED_FORM, Form
 from remat.evaluation.graph import Graph, OpKind
 from remat.evaluation.plan import Offload, Region, to_refs
 from remat.execution.apply import apply, planned_forward
@@ -66,7 +66,7 @@ generator_state = torch.cuda.get_rng_state if DEVICE.type == "cuda" else torch.g
 GENERATOR_BYTES = torch.get_rng_state().nbytes if DEVICE.type == "cpu" else 0  # CUDA's is read on the host
 
 
-def verdicts(number: int, plans: int, form: Form = CAPTURED, copies: Copies | None = None) -> list[dict[str, Any]]:
+def verdicts(number: int, plans: int, form: Form = CAPTURED_FORM, copies: Copies | None = None) -> list[dict[str, Any]]:
     """Judge model `number` in `form` under each of its plans; with `copies`, plans have offloads."""
     draw = random.Random(number)
     made = dataclasses.replace(recipe(draw), has_mlps=bool(form.rows))
@@ -109,7 +109,7 @@ def sensible(graph: Graph, chosen: tuple[Region, ...]) -> tuple[Region, ...]:
 class Subject:
     """One model: recorded, and trained without a plan; then to be judged under any."""
 
-    def __init__(self, workload: Workload, accumulation: int, form: Form = CAPTURED) -> None:
+    def __init__(self, workload: Workload, accumulation: int, form: Form = CAPTURED_FORM) -> None:
         self.workload, self.accumulation = workload, accumulation
         self.step = FakeStep(workload, device=DEVICE, loop=TrainingLoop(accumulation=accumulation))
         self.step.form = form
@@ -125,7 +125,7 @@ class Subject:
         self.model = apply(copy.deepcopy(untouched), plan_by_hand(self.graph, ()))
         self.expected = Trained(self, untouched).values
         self.far: list[str] = []
-        if form != CAPTURED:
+        if form != CAPTURED_FORM:
             found = Trained(self, self.model).values
             self.far, self.expected = far(self.expected, found, workload.autocast), found
 

@@ -16,7 +16,7 @@ from remat.planning.comparison import Comparison, compare_study
 from remat.planning.fit import BatchFit, Sizing, fitted
 from remat.planning.forms import StepForms
 from remat.planning.micro_batches import MicroBatches
-from remat.planning.request import FormChoice, PlanRequest, Wanted
+from remat.planning.request import FormChoice, PlanRequest, RequestKeywords
 from remat.planning.study import Study
 from remat.planning.sweep import Sweep, sweep_study
 from remat.recording.fake_step import FakeStep
@@ -31,7 +31,7 @@ def study_of(
     *,
     limit: Budget | None = None,
     link: Link | None = None,
-    **wanted: Unpack[Wanted],
+    **wanted: Unpack[RequestKeywords],
 ) -> Study:
     return Study(profile, PlanRequest.of(**wanted), step, budget=limit, link=link)
 
@@ -44,7 +44,7 @@ def compared(
     step: FakeStep | None = None,
     link: Link | None = None,
     on_strategy: Callable[[str, int, int], None] | None = None,
-    **wanted: Unpack[Wanted],
+    **wanted: Unpack[RequestKeywords],
 ) -> Comparison:
     study = study_of(profile, step, limit=limit, link=link, **wanted)
     return compare_study(study, strategies=strategies, on_strategy=on_strategy)
@@ -58,7 +58,7 @@ def traced(
     step: FakeStep | None = None,
     link: Link | None = None,
     on_point: Callable[[str, int, int], None] | None = None,
-    **wanted: Unpack[Wanted],
+    **wanted: Unpack[RequestKeywords],
 ) -> Sweep:
     study = study_of(profile, step, link=link, **wanted)
     return sweep_study(study, points=points, strategies=strategies, on_point=on_point)
@@ -71,7 +71,7 @@ def sizing(
     loop: TrainingLoop | None = None,
     *,
     link: Link | None = None,
-    **wanted: Unpack[Wanted],
+    **wanted: Unpack[RequestKeywords],
 ) -> Sizing:
     return Sizing(workload, place, limit, loop or TrainingLoop(), PlanRequest.of(**wanted), link)
 
@@ -81,7 +81,7 @@ def micro_batches(
     place: PlanningDevice,
     limit: Budget,
     loop: TrainingLoop | None = None,
-    **wanted: Unpack[Wanted],
+    **wanted: Unpack[RequestKeywords],
 ) -> MicroBatches:
     return sizing(workload, place, limit, loop, **wanted).micro_batches()
 
@@ -93,7 +93,7 @@ def fit_all(
     global_batch: int,
     *,
     link: Link | None = None,
-    **wanted: Unpack[Wanted],
+    **wanted: Unpack[RequestKeywords],
 ) -> BatchFit:
     return fitted(sizing(workload, place, limit, link=link, **wanted), global_batch)
 

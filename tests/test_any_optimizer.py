@@ -14,7 +14,7 @@ from torch import nn
 from remat.errors import CaptureError, RematError, UsageError
 from remat.evaluation.graph import OPTIMIZER_STATE
 from remat.execution.apply import apply, counts_of
-from remat.recording.fake_step import WHILE_REPEATED
+from remat.recording.fake_step import REPEATED_STEP
 from remat.validation.validating import validate
 from remat.workload.any_optimizer import AnyOptimizer
 from remat.workload.workload import Workload
@@ -195,7 +195,7 @@ def test_all_that_is_kept_is_counted_and_the_peak_is_as_predicted(optimizer: Any
     workload = dataclasses.replace(WORKLOAD, optimizer=optimizer)
     _, graph = recorded(workload)
     assert graph.fixed_bytes.get(OPTIMIZER_STATE, 0) == state and graph.about["optimizer"] == name
-    assert WHILE_REPEATED not in graph.fixed_bytes
+    assert REPEATED_STEP not in graph.fixed_bytes
     report = validate(workload, plan_by_hand(graph, every_block(graph)), device=CPU)
     assert report.passed, report
 
@@ -204,7 +204,7 @@ def test_state_that_a_step_makes_anew_is_measured_once() -> None:
     """The profiler does not see older memory freed on the CPU: state was counted twice, and the plan failed."""
     workload = dataclasses.replace(WORKLOAD, optimizer=Climbing)
     _, graph = recorded(workload)
-    assert graph.fixed_bytes[OPTIMIZER_STATE] == 2 * BYTES and WHILE_REPEATED not in graph.fixed_bytes
+    assert graph.fixed_bytes[OPTIMIZER_STATE] == 2 * BYTES and REPEATED_STEP not in graph.fixed_bytes
     report = validate(workload, plan_by_hand(graph, every_block(graph)), device=CPU)
     assert report.passed, report
     assert report.measured["peak_bytes"] == pytest.approx(report.predicted["peak_bytes"], rel=1e-3)
@@ -216,7 +216,7 @@ def test_what_is_alive_while_a_step_is_repeated_is_counted_too(optimizer: Any) -
     """SAM has the parameters twice while forward and backward run again."""
     workload = dataclasses.replace(WORKLOAD, optimizer=optimizer)
     _, graph = recorded(workload)
-    assert graph.fixed_bytes[OPTIMIZER_STATE] == BYTES and graph.fixed_bytes[WHILE_REPEATED] == BYTES
+    assert graph.fixed_bytes[OPTIMIZER_STATE] == BYTES and graph.fixed_bytes[REPEATED_STEP] == BYTES
     report = validate(workload, plan_by_hand(graph, every_block(graph)), device=CPU)
     assert report.passed, report
 

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 import remat
 from remat.capture.dynamo import GraphCalls
 from remat.chunking.chunk import chunk, chunked_losses
-from remat.chunking.chunked_loss import ALIGNED_PIECE, ALIGNED_ROWS, ChunkedLoss, Given, cuts
+from remat.chunking.chunked_loss import ALIGNED_PIECE, ALIGNED_ROWS, ChunkedLoss, HeadInputs, cuts
 from remat.chunking.heads import find_heads, whole_losses
 from remat.chunking.products import round_alike
 from remat.chunking.withheld import WithheldLogits
@@ -400,8 +400,8 @@ def test_sums_are_as_near_to_float64_as_the_untouched_ones(
     head = loss_of(slices, reduction)
     wanted = True, True, False
     with torch.no_grad():
-        losses, of_rows, sums = head.run(Given(x, weight, None, labels, (), ()), wanted)
-        precise = Given(x.double(), weight.double(), None, labels, (), ())
+        losses, of_rows, sums = head.run(HeadInputs(x, weight, None, labels, (), ()), wanted)
+        precise = HeadInputs(x.double(), weight.double(), None, labels, (), ())
         _, _, truth = head.in_float64().run(precise, wanted)
     leaf_x, leaf_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     loss = F.cross_entropy(F.linear(leaf_x, leaf_weight).float(), labels, reduction=reduction)
@@ -777,7 +777,7 @@ def test_wrong_gradients_of_a_chunked_plan_fail_its_validation(monkeypatch: pyte
     """The gradient of the rows is made half as large again: everything before the head trains wrongly."""
     made, run = planned(LARGER), ChunkedLoss.run
 
-    def wrong(self: ChunkedLoss, given: Given, wanted: tuple[bool, bool, bool]) -> Any:
+    def wrong(self: ChunkedLoss, given: HeadInputs, wanted: tuple[bool, bool, bool]) -> Any:
         losses, of_rows, sums = run(self, given, wanted)
         return losses, None if of_rows is None else of_rows * 1.5, sums
 
@@ -791,7 +791,7 @@ def test_wrong_sums_of_a_chunked_plan_fail_its_validation(monkeypatch: pytest.Mo
     """The sum of two slices is off by a ten-thousandth."""
     made, run = planned(LARGER), ChunkedLoss.run
 
-    def wrong(self: ChunkedLoss, given: Given, wanted: tuple[bool, bool, bool]) -> Any:
+    def wrong(self: ChunkedLoss, given: HeadInputs, wanted: tuple[bool, bool, bool]) -> Any:
         losses, of_rows, sums = run(self, given, wanted)
         if self.slices == 2 and sums.weight is not None:
             sums.weight *= 1.0001

@@ -27,13 +27,13 @@ from remat._torch.training import clear_cublas_workspaces
 from remat.chunking.heads import find_heads
 from remat.chunking.withheld import LogitsWithheld
 from remat.compiled import partitioner
-from remat.compiled.asked import Asked
+from remat.compiled.asked import CompileArguments
 from remat.compiled.joint import Joint, Value
 from remat.compiled.losses import in_chunks
 from remat.compiled.outside import Outside, outside_of
 from remat.compiled.partitioner import BudgetPartitioner, Cut, Search
 from remat.compiled.peak import Halves, by_call
-from remat.compiled.program import Choice, More, Solved, judged, solve
+from remat.compiled.program import Choice, CompiledBytes, Solved, judged, solve
 from remat.costing.device_allocator import measure_peak
 from remat.errors import NoPlanInTime, UsageError
 from remat.evaluation.graph import OpKind
@@ -281,7 +281,7 @@ def test_a_loss_runs_in_chunks_only_where_other_gradients_stay_what_they_are(
     dtype = asked.pop("dtype", torch.float32)
 
     def look(graph_module: fx.GraphModule, inputs: Any) -> Any:
-        may = Asked("1GiB", **asked).may_chunk_losses
+        may = CompileArguments("1GiB", **asked).may_chunk_losses
         found.append(may and in_chunks(graph_module, 1 << 20) is not None)
         return graph_module.forward
 
@@ -582,13 +582,13 @@ class Misled(Search):
         needed = 3 * choice.kept_bytes // 2
         return self.lowered.setdefault(choice.saved, Halves(needed, needed, needed, {}))
 
-    def _more(self, choice: Choice) -> More:
-        return More(0, (0,))
+    def _more(self, choice: Choice) -> CompiledBytes:
+        return CompiledBytes(0, (0,))
 
-    def _corrected(self, more: More, choice: Choice) -> More:  # learns nothing
+    def _corrected(self, more: CompiledBytes, choice: Choice) -> CompiledBytes:  # learns nothing
         return more
 
-    def solve(self, most_bytes: int, more: More, start: Choice, *, least: bool = False) -> Solved:
+    def solve(self, most_bytes: int, more: CompiledBytes, start: Choice, *, least: bool = False) -> Solved:
         size = 40 if least else most_bytes
         return Solved(self.saving(size) if size >= 40 else None, 0.0)
 
@@ -739,17 +739,19 @@ def tables(draw: st.DrawFn) -> Joint:
 
 
 @st.composite
-def beside(draw: st.DrawFn, joint: Joint) -> More:
+def beside(draw: st.DrawFn, joint: Joint) -> CompiledBytes:
     """Draw what compiled code needs beside a table."""
     stages = len(joint.own_bytes)
     places = st.tuples(st.integers(0, len(joint.values) - 1), st.integers(0, stages - 1))
     backward = draw(st.lists(st.integers(0, 4), min_size=stages, max_size=stages))
-    return More(draw(st.integers(0, 9)), tuple(backward), draw(st.dictionaries(places, st.integers(1, 9), max_size=3)))
+    return CompiledBytes(
+        draw(st.integers(0, 9)), tuple(backward), draw(st.dictionaries(places, st.integers(1, 9), max_size=3))
+    )
 
 
 @settings(max_examples=60)
 @given(tables().flatmap(lambda joint: st.tuples(st.just(joint), beside(joint))), st.floats(0.0, 1.0))
-def test_the_program_finds_what_trying_every_choice_finds(drawn: tuple[Joint, More], share: float) -> None:
+def test_the_program_finds_what_trying_every_choice_finds(drawn: tuple[Joint, CompiledBytes], share: float) -> None:
     """So with few rows of (11) at first; and its bound holds."""
     joint, more = drawn
     choices = [judged(joint, saved) for saved in subsets(joint)]

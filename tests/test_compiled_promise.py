@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import remat
 from remat.compiled import backend, partitioner
-from remat.compiled.asked import Weakly
+from remat.compiled.asked import WeakArgument
 from remat.compiled.outside import Outside, outside_of
 from remat.compiled.partitioner import BudgetPartitioner
 from remat.compiled.promise import CompiledStep
@@ -343,9 +343,9 @@ def test_an_optimizer_that_is_not_kept_counts_with_its_settings(again: Callable[
         functools.partial(torch.optim.SGD, momentum=0.9),
         functools.partial(torch.optim.AdamW, amsgrad=True),
     ]
-    option = Weakly.of([make(Block().parameters()) for make in makers])
+    option = WeakArgument.of([make(Block().parameters()) for make in makers])
     gc.collect()
-    for made, make in zip(Weakly.held(again(option)), makers, strict=True):
+    for made, make in zip(WeakArgument.held(again(option)), makers, strict=True):
         kept, expected = made(Block().parameters()), make(Block().parameters())
         assert type(kept) is type(expected)
         assert kept.defaults == expected.defaults

@@ -439,7 +439,7 @@ def test_an_interrupt_after_the_chain_keeps_its_plan(raised_by: str, monkeypatch
     def interrupted(*about: object) -> Solution:
         raise KeyboardInterrupt
 
-    def unproved(problem: Problem, limits: Limits) -> tuple[chain_dp.Found, Solution]:
+    def unproved(problem: Problem, limits: Limits) -> tuple[chain_dp.Incumbent, Solution]:
         found = chain_dp.explore(problem, limits)
         return found, dataclasses.replace(found.solution(limits), status="feasible", bound_us=0.0)
 
@@ -462,7 +462,7 @@ def test_a_leftover_is_searched_from_the_best_heuristic_in_the_time_that_is_left
         assert start is not None
         return start
 
-    def unproved(problem: Problem, limits: Limits) -> tuple[chain_dp.Found, Solution]:
+    def unproved(problem: Problem, limits: Limits) -> tuple[chain_dp.Incumbent, Solution]:
         return chain_dp.explore(problem, limits), Solution("chain-dp", "feasible", (Region(0, 2),), 2.0)
 
     better = Solution("somebody", "feasible", (Region(0, 2, saved=(1,)),), 1.0)

@@ -19,7 +19,7 @@ from remat.errors import Infeasible, UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import chunks_of
 from remat.evaluation.graph import Graph
-from remat.evaluation.scaling import Recorded, family
+from remat.evaluation.scaling import UnroundedRecord, family
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits
 from remat.offloading.link import Link
@@ -161,7 +161,7 @@ def test_two_records_give_the_step_in_slices_at_any_batch(
 
 
 def test_steps_of_different_models_are_no_family() -> None:
-    one, other = (Recorded(at(size, model), {}, ()) for size, model in ((2, "transformer"), (4, "convnet")))
+    one, other = (UnroundedRecord(at(size, model), {}, ()) for size, model in ((2, "transformer"), (4, "convnet")))
     assert family(one, other, 1) is None
 
 

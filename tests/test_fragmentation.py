@@ -13,7 +13,7 @@ from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.form import CAPTURED
+from remat.evaluation.form import CAPTURED_FORM
 from remat.evaluation.graph import OPTIMIZER_STATE, Graph, Parameter
 from remat.evaluation.plan import AllocatorPeaks, Plan, from_refs
 from remat.formulation.solution import Limits, Solution
@@ -271,7 +271,7 @@ def test_a_footprint_is_in_the_plan_file_as_it_is() -> None:
 def outcome(peak_bytes: int, price_us: float = 1.0) -> BestPlan:
     """The outcome of a search, with nothing else of interest."""
     study: Any = None
-    at = StepForm(CAPTURED, study, 0.0)
+    at = StepForm(CAPTURED_FORM, study, 0.0)
     found = FoundPlan(at, Solution("by hand", "optimal", objective_us=price_us, bound_us=1.0), Limits())
     return BestPlan(found, peak_bytes, 1.0, 0.0, "optimal", 1.0)
 

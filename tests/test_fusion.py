@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import remat
-from remat._torch.inductor import Waiting
+from remat._torch.inductor import PendingKernels
 from remat.capture.nodes import called, captured_nodes
 from remat.cli.screen import plan_text
 from remat.costing.costs import estimated_costs
@@ -38,7 +38,7 @@ from remat.fusion import fused_group, kernels
 from remat.fusion.casts import with_casts
 from remat.fusion.formed import formed
 from remat.fusion.fuse import as_group, fuse, fused_groups
-from remat.fusion.fused_group import Ran
+from remat.fusion.fused_group import GroupRun
 from remat.fusion.groups import find_groups
 from remat.fusion.sums import FEW, sum_in_stages
 from remat.fusion.zeros import without
@@ -749,7 +749,7 @@ def test_a_group_that_overflows_is_named_and_not_compared(scale: float) -> None:
     gradients = [torch.ones_like(result) for result in results]
     made = torch.autograd.grad(group.module(x), x, gradients)
     seen = GroupsSeen(contextlib.nullcontext)
-    seen(group, Ran(None, [x], results, gradients, made))
+    seen(group, GroupRun(None, [x], results, gradients, made))
     assert (list(seen.ratios), seen.not_finite) == (([group.text], []) if scale == 1.0 else ([], [group.text]))
     assert not seen.too_far
 
@@ -793,14 +793,14 @@ def test_forward_and_backward_are_compiled_beside_each_other_and_waited_for_when
 ) -> None:
     ends: list[str] = []
 
-    def end(waiting: Waiting) -> None:
+    def end(waiting: PendingKernels) -> None:
         ends.append("failed" if fails else "ended")
         if fails:
             raise RuntimeError("no compiler")
         actual(waiting)
 
-    actual = Waiting.end
-    monkeypatch.setattr(Waiting, "end", end)
+    actual = PendingKernels.end
+    monkeypatch.setattr(PendingKernels, "end", end)
     monkeypatch.setattr(kernels, "_KERNELS", {})
     kernels._warn_once.cache_clear()
     x = vector()

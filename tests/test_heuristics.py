@@ -400,7 +400,7 @@ def test_greedy_gives_up_first_the_save_that_keeps_most_bytes_per_microsecond() 
     Being plain it keeps 8 + 2 of its own; the boundary is kept for what takes it.
     """
     problem = layered(4, *LAYER)
-    found = list(greedy.ways(problem, greedy.Freed(problem), (3, 6)))
+    found = list(greedy.ways(problem, greedy.FreedBytes(problem), (3, 6)))
     assert found == [
         greedy.Way(None),
         greedy.Way(Region(3, 6, saved=(3, 4, 5)), time_ns=0, freed_bytes=10 - 11),
@@ -466,4 +466,4 @@ def test_greedy_judges_few_plans_however_many_layers_there_are(count: int, monke
     monkeypatch.setattr(greedy, "excess_bytes", excess_bytes)
     assert solve("greedy", problem, budget).status == "feasible"
     bisections = np.ceil(np.log2(3 * count))  # a layer has three steps
-    assert 0 < len(judged) <= 2 * (greedy.PREFIXES + 1 + bisections + greedy.TAKING_BACK)
+    assert 0 < len(judged) <= 2 * (greedy.PREFIXES + 1 + bisections + greedy.MOST_REMOVALS_JUDGED)

@@ -23,9 +23,9 @@ from remat.evaluation.graph import Graph
 from remat.evaluation.identity import (
     Difference,
     Fit,
+    GraphMismatch,
     Identity,
     NodeId,
-    Unlike,
     canonical,
     compare,
     from_lines,
@@ -216,7 +216,7 @@ def test_a_moved_plan_takes_the_bytes_that_it_promised(here: str, choice: str) -
     planned, (step, graph) = spelled("as-it-is")[1], spelled(here)
     regions = tuple(CHOICES[choice](planned))
     moved = regions_in(plan_by_hand(planned, regions), graph)
-    assert not isinstance(moved, Unlike) and len(moved) == len(regions)
+    assert not isinstance(moved, GraphMismatch) and len(moved) == len(regions)
     promised = Memory(planned).curve(regions).peak_bytes
     assert Memory(graph).curve(moved).peak_bytes <= promised + QUOTIENT_BYTES
     assert replay(step, to_refs(graph, moved)).max() + graph.unseen_bytes == Memory(graph).curve(moved).peak_bytes
@@ -228,9 +228,9 @@ def test_a_plan_made_for_another_spelling_comes_back(there: str) -> None:
     planned, here = spelled(there)[1], spelled("as-it-is")[1]
     regions = tuple(toys.half_saved(planned))
     moved = regions_in(plan_by_hand(planned, regions), here)
-    assert not isinstance(moved, Unlike)
+    assert not isinstance(moved, GraphMismatch)
     again = regions_in(plan_by_hand(here, moved), planned)
-    assert not isinstance(again, Unlike)
+    assert not isinstance(again, GraphMismatch)
     assert [(r.first, r.end) for r in again] == [(r.first, r.end) for r in regions]
     assert {v for r in again for v in r.saved if planned.nodes[v].anchor} == {
         v for r in regions for v in r.saved if planned.nodes[v].anchor
@@ -693,7 +693,7 @@ def test_a_plan_file_of_version_1_refuses_another_graph() -> None:
     plan = Plan.load(GOLDEN / "toy-transformer.v1.plan.json")
     with pytest.raises(PlanMismatch, match=r"whose graph differs from this model's \(graph call 0, \d+ nodes\)"):
         trained(apply(toys.Transformer(layers=5).train(), plan))
-    assert isinstance(regions_in(plan, spelled("all")[1]), Unlike)
+    assert isinstance(regions_in(plan, spelled("all")[1]), GraphMismatch)
 
 
 class Mapped(nn.Module):

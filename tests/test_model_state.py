@@ -26,7 +26,7 @@ from remat.capture.model_state import (
     NUMBER,
     OTHER,
     TENSOR,
-    Appended,
+    AppendedLists,
     ModelState,
     Numbers,
     SharedState,
@@ -338,7 +338,7 @@ def test_lists_are_empty_while_a_forward_appends_to_them_and_numbers_are_put_bac
     model = Model()
     past, numbers = model.pair[1].past, Numbers(ModelState(model), {"steps", "pair.calls", "Model.calls"})
     past.append(torch.zeros(1))
-    with Appended(ModelState(model), {"pair.past"}).emptied():
+    with AppendedLists(ModelState(model), {"pair.past"}).emptied():
         assert past == []
         past.append(torch.ones(1))
     assert [float(each) for each in past] == [0.0, 1.0]

@@ -45,7 +45,7 @@ from remat.offloading.relief import Relief
 from remat.offloading.schedule import all_offloads, fewest_offloads, stall_us, stashed_offloads
 from remat.offloading.timeline import Timeline
 from remat.planning.budget import parse_budget
-from remat.planning.comparison import KEPT, OFFLOAD_ALL, OFFLOAD_INPUTS
+from remat.planning.comparison import NO_OFFLOAD, OFFLOAD_ALL, OFFLOAD_INPUTS
 from remat.planning.links import link_of, require_offloads
 from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
@@ -736,13 +736,13 @@ def test_a_comparison_shows_what_offloading_by_hand_takes() -> None:
         profile, given, step=step, strategies=["every-block", "exact"], exact=True, link=link, limits=Limits(time_s=2)
     )
     rows = {row.strategy: row for row in found.rows}
-    assert {"exact", KEPT, OFFLOAD_ALL, OFFLOAD_INPUTS, "every-block"} == set(rows)
-    best, kept = rows["exact"].step_time_us, rows[KEPT].step_time_us
+    assert {"exact", NO_OFFLOAD, OFFLOAD_ALL, OFFLOAD_INPUTS, "every-block"} == set(rows)
+    best, kept = rows["exact"].step_time_us, rows[NO_OFFLOAD].step_time_us
     assert best is not None and kept is not None and best < kept
     stalled = rows[OFFLOAD_ALL]
     assert stalled.plan is not None and device_overhead(stalled.plan) > 0 and stalled.recompute_time_us == 0
     offloads = {name: row.plan.offloads for name, row in rows.items() if row.plan is not None}
-    assert offloads["exact"] and not offloads[KEPT]
+    assert offloads["exact"] and not offloads[NO_OFFLOAD]
 
 
 @pytest.mark.exhaustive

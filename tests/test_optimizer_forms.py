@@ -15,7 +15,7 @@ from torch.optim import optimizer as torch_optimizers
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.capture.elsewhere import Elsewhere
+from remat.capture.elsewhere import CaptureDevice
 from remat.costing.planning_device import find_planning_device
 from remat.evaluation.evaluator import Memory
 from remat.planning.profiling import fake_step
@@ -161,7 +161,7 @@ def test_torch_is_as_before_afterwards() -> None:
 def optimizer_rise(kernels_of: str, make: MakeOptimizer) -> int:
     """Bytes of the optimizer's own temporaries, at their most."""
     workload = dataclasses.replace(SHORT, optimizer=make)
-    graph = record(FakeStep(workload, device=torch.device("cpu"), elsewhere=Elsewhere(torch.device(kernels_of))))
+    graph = record(FakeStep(workload, device=torch.device("cpu"), elsewhere=CaptureDevice(torch.device(kernels_of))))
     curve = Memory(graph).curve(())
     after = curve.alive_bytes[curve.op >= graph.backward_end]
     return int(after.max()) - graph.fixed_total - sum(parameter.gradient_bytes for parameter in graph.parameters)

@@ -89,7 +89,7 @@ def test_plans_of_every_execution_are_what_the_schema_says(options: Document, ho
 
 
 def test_every_execution_is_named() -> None:
-    assert tuple(SCHEMA["properties"]["execution"]["enum"]) == executions.NAMES + executions.EARLIER
+    assert tuple(SCHEMA["properties"]["execution"]["enum"]) == executions.NAMES + executions.EARLIER_EXECUTIONS
 
 
 # The schema says what plans are

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from remat.errors import Infeasible, NoPlanInTime
-from remat.evaluation.form import CAPTURED, Chunk, Form
+from remat.evaluation.form import CAPTURED_FORM, Chunk, Form
 from remat.formulation.solution import Limits, Solution
 from remat.planning.forms import StepForm
 from remat.planning.portfolio import BestPlan, fastest
@@ -60,7 +60,7 @@ class ByHand:
         late: Exception | None = None,
     ):
         profile: Any = None
-        self.captured, self.forms = StepForm(CAPTURED, profile, 0.0), Forms(slices)
+        self.captured, self.forms = StepForm(CAPTURED_FORM, profile, 0.0), Forms(slices)
         self.request = PlanRequest(forms=dataclasses.replace(CHOICE, worth=worth))
         self.how: Any = types.SimpleNamespace(patience_s=None)
         self._captured, self._others, self._late = captured, others, late
@@ -168,7 +168,7 @@ def test_where_time_is_up_before_every_form_was_searched_the_outcome_says_so() -
     study = ByHand(lambda limits: found(150.0, 20.0), lambda n, limits: found(100.0, 97.0))
     study.request = dataclasses.replace(study.request, limits=Limits(time_s=0.0))
     outcome = study.best()
-    assert outcome.at.form == CAPTURED and outcome.cut_short and outcome.status == "feasible"
+    assert outcome.at.form == CAPTURED_FORM and outcome.cut_short and outcome.status == "feasible"
     assert not ByHand(lambda limits: found(150.0, 20.0), lambda n, limits: found(100.0, 97.0)).best().cut_short
 
 

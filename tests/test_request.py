@@ -19,7 +19,7 @@ from remat.cli.commands.sweep import sweep
 from remat.costing.planning_device import find_planning_device
 from remat.errors import UsageError
 from remat.formulation.solution import Limits
-from remat.planning.request import PlanRequest, Wanted
+from remat.planning.request import PlanRequest, RequestKeywords
 from remat.workload.training_loop import TrainingLoop
 
 FIELDS = {field.name for field in dataclasses.fields(PlanRequest)}
@@ -30,14 +30,14 @@ OLDER_KEYWORDS = {"exact", "fuse"}
 
 
 def test_keywords_are_the_fields_of_the_request() -> None:
-    assert set(Wanted.__annotations__) == FIELDS | OLDER_KEYWORDS | {"time_limit"}
+    assert set(RequestKeywords.__annotations__) == FIELDS | OLDER_KEYWORDS | {"time_limit"}
     assert PlanRequest.of(time_limit=3.0, exact=True) == PlanRequest(limits=Limits(time_s=3.0), numerics="bitwise")
     assert PlanRequest.of(fuse=True) == PlanRequest.of(numerics="rounding") == PlanRequest(numerics="rounding")
 
 
 def test_the_plan_function_spells_every_keyword_out() -> None:
     own = {"workload", "target", "costs", "loop", "batch_size", "menu", "lengths", "on_progress"}
-    assert set(inspect.signature(remat.plan).parameters) == own | set(Wanted.__annotations__)
+    assert set(inspect.signature(remat.plan).parameters) == own | set(RequestKeywords.__annotations__)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_the_plan_function_spells_every_keyword_out() -> None:
 )
 def test_every_other_function_takes_the_same_keywords(function: Callable[..., Any]) -> None:
     hints = typing.get_type_hints(function, include_extras=True)
-    assert typing.get_args(hints["wanted"]) == (Wanted,)
+    assert typing.get_args(hints["wanted"]) == (RequestKeywords,)
     assert {"workload", "target", "loop"} <= set(inspect.signature(function).parameters)
 
 

@@ -22,7 +22,7 @@ from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits, Solution
 from remat.offloading.link import Link
-from remat.planning.comparison import KEPT, LIGER_LIKE, LOSS_WHOLE
+from remat.planning.comparison import LIGER_LIKE, LOSS_WHOLE, NO_OFFLOAD
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import FormChoice
 from remat.planning.sweep import Sweep
@@ -259,7 +259,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_curve_with_offloads_lies_below_the_one_without(profile: Profile) -> None:
     link = Link(0.02 * profile.peak_without_checkpointing / profile.costs.step_time_us(profile.graph), 1 << 40)
     found = traced(profile, points=3, limits=Limits(workers=1, time_s=2), strategies=[], link=link)
-    without = found.by_strategy()[KEPT]
+    without = found.by_strategy()[NO_OFFLOAD]
     assert any(point.host_bytes for point in found.points) and not any(point.host_bytes for point in without)
     assert found.points[0].budget_bytes <= min(point.peak_bytes for point in without)
     for point in found.points:

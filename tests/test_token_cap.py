@@ -20,8 +20,8 @@ from remat.evaluation.plan import TOKEN_CAP, Plan
 from remat.formulation.solution import Limits
 from remat.integrations.token_batches import TokenBatches, TokenCap
 from remat.planning.estimate import estimate
-from remat.planning.micro_batches import MOST, Window
-from remat.planning.token_cap import CLOSE, BatchShape, _PaddedCap, edge, most_tokens
+from remat.planning.micro_batches import MOST_SAMPLES, Window
+from remat.planning.token_cap import CLOSE_SHARE, BatchShape, _PaddedCap, edge, most_tokens
 from tests.cached import cached
 from tests.test_fitting import CONVNET, TARGET, WIDE, at, search
 from tests.toys import CPU, plan_by_hand
@@ -102,7 +102,7 @@ def test_a_packed_row_is_as_long_as_the_budget_allows() -> None:
     cap = TokenCap.of(plan)
     assert (cap.rows, cap.longest, cap.packed) == (1, cap.tokens, True)
     assert plan.about["seq_len"] == cap.tokens
-    longer = search(budget_for(ROWS), TEXT.sized(seq_len=cap.tokens + 2 + int(CLOSE * cap.tokens)))
+    longer = search(budget_for(ROWS), TEXT.sized(seq_len=cap.tokens + 2 + int(CLOSE_SHARE * cap.tokens)))
     assert not longer.feasible(1, accumulates=False)
 
 
@@ -147,10 +147,10 @@ def test_the_edge_is_the_most_tokens_that_fit(fixed: int, slope: int, square: in
     if found is None:
         assert need(3) > limit
         return
-    if found >= MOST:
+    if found >= MOST_SAMPLES:
         assert need(found) <= limit
         return
-    assert need(found) <= limit < need(found + max(int(CLOSE * found), 1) + 1)
+    assert need(found) <= limit < need(found + max(int(CLOSE_SHARE * found), 1) + 1)
     assert max(asked) <= max(2 * found, start) + 2
 
 

@@ -267,7 +267,7 @@ def test_weights_for_which_there_is_no_room_stay_on_the_host(monkeypatch: pytest
     plain, model = frozen(), remat.offload_weights(frozen(), LAYERS)
     with pytest.raises(RuntimeError, match="nonsense"):
         bring_weights_back(model, "nonsense")
-    monkeypatch.setattr(module._Moved, "fetch", failing_at(LAYERS - 1, module._Moved.fetch))
+    monkeypatch.setattr(module._LayerWeights, "fetch", failing_at(LAYERS - 1, module._LayerWeights.fetch))
     with pytest.raises(torch.OutOfMemoryError):
         bring_weights_back(model)
     assert here(model) == 0

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from remat.cuda_kernels.substitute import Untraced
+from remat.cuda_kernels.substitute import UntracedForward
 from remat.evaluation.graph import OpKind
 from remat.recording.tracker import Tracker
 from remat.workload.target import TARGETS, Target
@@ -48,7 +48,7 @@ class Measurement:
 @contextlib.contextmanager
 def on_fakes(mode: FakeTensorMode | None = None) -> Iterator[None]:
     """Make and run tensors as a CUDA card would, without one."""
-    with mode or FakeTensorMode(), Untraced():
+    with mode or FakeTensorMode(), UntracedForward():
         yield
 
 

@@ -195,7 +195,7 @@ def sizes_closed(where: Callable[[Translator], bool]) -> Iterator[None]:
 
 
 _ARGUMENTS = "python_arg_parser.h"  # where operators in C++ ask an open float for its value
-_OF_NUMBERS = ("exp", "log", "sqrt", "sin", "cos", "tanh")
+_MATH_FUNCTIONS = ("exp", "log", "sqrt", "sin", "cos", "tanh")
 
 
 @contextlib.contextmanager
@@ -240,7 +240,7 @@ def numpy_of_numbers(where: Callable[[Translator], bool]) -> Iterator[None]:
     purpose = "let numpy compute with numbers as eager mode does"
     variable = internal("_dynamo.variables.misc.NumpyVariable", purpose)
     symbol = internal("_dynamo.variables.SymNodeVariable", purpose)
-    functions = {getattr(np, name): _symbolic(getattr(np, name)) for name in _OF_NUMBERS}
+    functions = {getattr(np, name): _symbolic(getattr(np, name)) for name in _MATH_FUNCTIONS}
     original = variable.call_function
 
     def call_function(self: Variable, tx: Translator, args: Any, kwargs: Any) -> Variable:
@@ -409,7 +409,7 @@ def tracebacks_unwritten() -> contextlib.AbstractContextManager[None]:
 
     If TORCH_LOGS or REMAT_DEBUG is set in the environment, it is logged as usual.
     """
-    return _UNWRITTEN()
+    return _SHARED_LOG_OFF()
 
 
 @contextlib.contextmanager
@@ -424,7 +424,7 @@ def _log_off() -> Iterator[None]:
         log.setLevel(before)
 
 
-_UNWRITTEN = Shared(_log_off)
+_SHARED_LOG_OFF = Shared(_log_off)
 
 
 # Functions that are left whole

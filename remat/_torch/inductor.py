@@ -270,7 +270,7 @@ def compiled(graph_module: fx.GraphModule, given: Sequence[torch.Tensor]) -> Cal
     return found
 
 
-class Waiting:
+class PendingKernels:
     """Kernels that generated code has begun to compile, in other threads, and not waited for."""
 
     def __init__(self) -> None:

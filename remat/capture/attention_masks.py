@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 IsOnes = Callable[[torch.Tensor], bool]
 
-PADDING = (
+PADDED_BATCH = (
     "this batch has padding, and the plan is for batches without: attention takes an explicit mask, which needs "
     "another kernel and other bytes. Plan with --padded, or with a workload whose batch has an attention mask with "
     "zeros"

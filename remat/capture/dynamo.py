@@ -51,7 +51,7 @@ from remat.capture.copies import copied
 from remat.capture.dynamic_shapes import has_sizes, move_sizes_first
 from remat.capture.eager_answers import Answers, Capture, answering, captured_elsewhere
 from remat.capture.eager_tensors import eager_tensors
-from remat.capture.elsewhere import Elsewhere
+from remat.capture.elsewhere import CaptureDevice
 from remat.capture.grouped_products import grouped_products
 from remat.capture.higher_order_ops import open_nodes
 from remat.capture.kernels_on_fakes import kernels_on_fakes
@@ -63,7 +63,7 @@ from remat.units import first_few
 
 RECOMPILE_LIMIT = 1 << 16
 # Captures of one model class do not count against each other's limit, where this torch can keep them apart.
-_ISOLATED: dict[str, Any] = (
+_ISOLATION_OPTIONS: dict[str, Any] = (
     {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 )
 # Methods of loggers; transformers adds some that log once.
@@ -116,7 +116,7 @@ class GraphCalls:
         execute_call: ExecuteCall,
         fits: Callable[[fx.GraphModule], bool] | None = None,
         answers: Answers | None = None,
-        elsewhere: Elsewhere | None = None,
+        elsewhere: CaptureDevice | None = None,
         planned: Masks | None = None,
         is_ones: IsOnes = all_ones,
         change: Change | None = None,
@@ -148,7 +148,7 @@ class GraphCalls:
             dynamic = None if self.opens_sizes or self.opens_numbers else False
             self._backend = _Backend(self, masks)
             self._compiled[masks] = torch.compile(
-                self.function, backend=self._backend.compile, dynamic=dynamic, **_ISOLATED
+                self.function, backend=self._backend.compile, dynamic=dynamic, **_ISOLATION_OPTIONS
             )
         return self._compiled[masks]
 

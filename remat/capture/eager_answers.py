@@ -36,7 +36,7 @@ import torch
 from remat._torch.door import Shared
 from remat._torch.dynamo import backend_of_output, constant, following, handlers, is_of_tensor, predicates
 from remat._torch.elsewhere import traced_elsewhere
-from remat.capture.elsewhere import Elsewhere
+from remat.capture.elsewhere import CaptureDevice
 
 _BOOKS = (  # Rule 4
     "transformers.cache_utils",
@@ -48,7 +48,7 @@ _BOOKS = (  # Rule 4
     "transformers.utils.import_utils",
     "transformers.utils.output_capturing",
 )
-_RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
+_RESUME_FUNCTION = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
 
 Frame = tuple[str, str]  # file, name of the function
 
@@ -109,7 +109,7 @@ class Answers:
 
 def _unresumed(name: str) -> str:
     """Return the name of a function without Dynamo's suffix for resuming it after a break."""
-    return _RESUMED.sub(r"\1", name)
+    return _RESUME_FUNCTION.sub(r"\1", name)
 
 
 def _is_predicate(tx: Any) -> bool:
@@ -144,7 +144,7 @@ class Capture:
     """
 
     answers: Answers | None
-    elsewhere: Elsewhere | None = None
+    elsewhere: CaptureDevice | None = None
     opens_sizes = opens_numbers = opens_draws = has_drawn = False
 
     def instead(self, asker: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -170,7 +170,7 @@ def _answering() -> Iterator[None]:
 answering = Shared(_answering)  # lets Dynamo ask our captures, and follow the functions that they follow
 
 
-def _elsewhere_of(output: Any) -> Elsewhere | None:
+def _elsewhere_of(output: Any) -> CaptureDevice | None:
     capture = capture_of_output(output)
     return None if capture is None else capture.elsewhere
 

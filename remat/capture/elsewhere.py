@@ -21,7 +21,7 @@ import torch
 
 
 @dataclasses.dataclass(frozen=True)
-class Elsewhere:
+class CaptureDevice:
     """The device that a capture is for, if its tensors are on another.
 
     kernels     context of its kernels on fake tensors, for untraced forwards and the values of traced nodes

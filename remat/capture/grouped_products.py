@@ -18,7 +18,7 @@ import torch
 from remat._torch.door import Shared
 from remat._torch.recording import shape_of_grouped_products
 
-_TAKEN = (torch.float32, torch.float16)
+_DTYPES = (torch.float32, torch.float16)
 
 
 def _shape(
@@ -31,10 +31,10 @@ def _shape(
 ) -> Any:
     scaled = any(kwargs.get(name) is not None for name in ("scale_a", "scale_b"))
     plain = kwargs.get("bias") is None and kwargs.get("out_dtype") in (None, mat_a.dtype)
-    if args or scaled or not plain or mat_a.dtype not in _TAKEN or mat_a.dtype != mat_b.dtype:
+    if args or scaled or not plain or mat_a.dtype not in _DTYPES or mat_a.dtype != mat_b.dtype:
         return original(mat_a, mat_b, *args, **kwargs)
     return make(mat_a, mat_b, kwargs.get("offs"), kwargs.get("out_dtype"))
 
 
-# Lets fake tensors of all of `_TAKEN` be multiplied in groups; does nothing where this torch has no such check.
+# Lets fake tensors of all of `_DTYPES` be multiplied in groups; does nothing where this torch has no such check.
 grouped_products = Shared(lambda: shape_of_grouped_products(_shape))

@@ -299,7 +299,7 @@ class Numbers:
             holder.put(key, value)
 
 
-class Appended:
+class AppendedLists:
     """Lists in a state of some `names` that a forward only appends to."""
 
     def __init__(self, state: ModelState | None, names: Collection[str]):
@@ -451,7 +451,7 @@ class _Holder:
             self.write(self.was | gone_on)
 
     def _held_at(self, key: Any) -> Any:
-        return self.read().get(key, _NOTHING)
+        return self.read().get(key, _ABSENT)
 
     def replace(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
         made = {key: _made_of(each, make) for key, each in self.was.items()}
@@ -461,15 +461,15 @@ class _Holder:
     def changes(self) -> Iterator[Change]:
         now = self.read()
         for key in {**self.was, **now}:
-            one, other = self.was.get(key, _NOTHING), now.get(key, _NOTHING)
+            one, other = self.was.get(key, _ABSENT), now.get(key, _ABSENT)
             copied = self._iterators.get(key)
             is_same = _is_at(other, copied) if copied is not None else one is other or _are_equal(one, other)
             if not is_same:
                 yield self.named(key), _kind_of(one, other)
 
 
-_NOTHING = object()
-_COPIED = (
+_ABSENT = object()
+_COPIED_ITERATORS = (
     *map(type, (iter([]), iter(()), iter(range(0)), reversed([]), iter(""), iter(b""))),
     itertools.count,
     itertools.repeat,
@@ -494,13 +494,13 @@ def _kind_of(one: Any, other: Any) -> str:
 
 def _copied(value: Any) -> Any:
     """Copy an iterator at its present position; None for other values, or if it cannot be copied. (Rule 5)"""
-    return copy.copy(value) if type(value) in _COPIED else None
+    return copy.copy(value) if type(value) in _COPIED_ITERATORS else None
 
 
 def _gives_once(value: Any) -> bool:
     """Return whether `value` is a Python generator, or an iterator whose copy would consume the same source."""
     kind = type(value)
-    return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__") and kind not in _COPIED
+    return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__") and kind not in _COPIED_ITERATORS
 
 
 def _made_of(value: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -761,11 +761,11 @@ def can_be_compared(tensor: torch.Tensor) -> bool:
     return (tensor.layout is torch.strided or tensor.layout in _PARTS) and not tensor.is_quantized
 
 
-_COMPRESSED = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_COMPRESSED_PARTS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
-    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _COMPRESSED[0]),
-    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _COMPRESSED[1]),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _COMPRESSED_PARTS[0]),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _COMPRESSED_PARTS[1]),
 }
 
 

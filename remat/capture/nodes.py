@@ -55,7 +55,7 @@ def called(node: fx.Node) -> str:
     return str(node.meta["called"])
 
 
-_DRAWING = re.compile(
+_RANDOM_FUNCTIONS = re.compile(
     r".*dropout\d*_?|rand.*|bernoulli_?|normal_?|uniform_|exponential_|.*rrelu_?|gumbel_softmax|multinomial|poisson"
 )
 
@@ -82,7 +82,7 @@ def may_draw(node: fx.Node) -> bool:
     if "dropout" in called(node):
         rate, training = arguments.get(1, arguments.get("p", 1.0)), arguments.get(2, arguments.get("training", True))
         return bool(rate) and bool(training)
-    return _DRAWING.fullmatch(called(node)) is not None
+    return _RANDOM_FUNCTIONS.fullmatch(called(node)) is not None
 
 
 _BRACKETS = {

@@ -5,9 +5,9 @@ The captured graph is then the one that training runs.
 The first forward of a model is not its steady state: transformers installs the hooks that record outputs in the first
 forward that asks for one, a table is made when it is first needed, a memory of the last batch is not there yet. A graph
 captured meanwhile is another than every later one. So planning runs forwards until two in a row have the same graphs,
-and captures those. The plan says which graphs there were before (`Early`), and what every forward changes in the model;
-`execution/early_forwards.py` runs them. It also says which models have hooks by then, and applying it lets transformers
-install them before the first capture: the same graph then comes wherever in a run a plan is applied.
+and captures those. The plan says which graphs there were before (`EarlyObservations`), and what every forward changes
+in the model; `execution/early_forwards.py` runs them. It also says which models have hooks by then, and applying it
+lets transformers install them before the first capture: the same graph then comes wherever in a run a plan is applied.
 
 Settling also finds the branches of eager mode that cannot be traced (see `eager_answers.py`). A branch is suspected
 where tracing broke in it. It is given up where tracing gets further with the traced one. A Function that was not
@@ -33,19 +33,19 @@ from remat.errors import CaptureError, RematError
 from remat.units import first_few
 
 
-class Unsettled(RematError):
+class UnsettledForward(RematError):
     """The first forward has another graph than planned, perhaps because the model is not complete yet."""
 
 
 MOST_FORWARDS = 4  # until a model is steady
 MOST_WITH_STATE = 64  # ... where something that it keeps from forward to forward changes: a queue that fills
-_RECORDING = "transformers.utils.output_capturing"
-_INSTALLED = "_output_capturing_hooks_installed"
+_CAPTURING_MODULE = "transformers.utils.output_capturing"
+_CAPTURING_FLAG = "_output_capturing_hooks_installed"
 _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_parameters", "_buffers")
 
 
 @dataclasses.dataclass(frozen=True)
-class Early:
+class EarlyObservations:
     """Observations of a model's forwards, step by step, until they repeated.
 
     history  the graph calls of each step
@@ -84,7 +84,7 @@ class SteadyStep(Protocol):
 
     calls: Any
     known_functions: frozenset[str]
-    early: Early
+    early: EarlyObservations
 
     @property
     def model(self) -> nn.Module: ...
@@ -103,7 +103,7 @@ class _Capture:
     breaks: tuple[Sequence[traceback.FrameSummary], ...]
     failure: CaptureError | None
     functions: frozenset[str] = frozenset()
-    early: Early = dataclasses.field(default_factory=lambda: Early())
+    early: EarlyObservations = dataclasses.field(default_factory=lambda: EarlyObservations())
 
     def gets_further_than(self, other: _Capture) -> bool:
         if self.failure is None and other.failure is None:
@@ -172,7 +172,7 @@ def _steady(step: SteadyStep, run_again: Callable[[], None], answers: Answers | 
                 found = dataclasses.replace(found, failure=_unsteady(carried) if fills else None)
                 settled = stays = True
     shared = tuple(name for name in carried if name in before.shared_names)
-    return dataclasses.replace(found, early=Early(tuple(history), carried, shared))
+    return dataclasses.replace(found, early=EarlyObservations(tuple(history), carried, shared))
 
 
 def _unsteady(carried: Mapping[str, str]) -> CaptureError:
@@ -209,7 +209,7 @@ def _state_of(model: nn.Module) -> list[Any]:
 
 def recording_models(model: nn.Module) -> list[str]:
     """List the paths of the models in `model` that have transformers' hooks that record outputs."""
-    return [path for path, module in model.named_modules() if getattr(module, _INSTALLED, False)]
+    return [path for path, module in model.named_modules() if getattr(module, _CAPTURING_FLAG, False)]
 
 
 def install_recording_hooks(model: nn.Module, paths: Iterable[str]) -> None:
@@ -218,13 +218,15 @@ def install_recording_hooks(model: nn.Module, paths: Iterable[str]) -> None:
     Raises CaptureError where this version of transformers has no such function.
     """
     modules = dict(model.named_modules())
-    missing = [modules[path] for path in paths if path in modules and not getattr(modules[path], _INSTALLED, False)]
+    missing = [
+        modules[path] for path in paths if path in modules and not getattr(modules[path], _CAPTURING_FLAG, False)
+    ]
     if not missing:
         return
-    install = getattr(sys.modules.get(_RECORDING), "maybe_install_capturing_hooks", None)
+    install = getattr(sys.modules.get(_CAPTURING_MODULE), "maybe_install_capturing_hooks", None)
     if install is None:
         raise CaptureError(
-            f"the plan is for a model that records outputs through hooks, and {_RECORDING} of this version of "
+            f"the plan is for a model that records outputs through hooks, and {_CAPTURING_MODULE} of this version of "
             "transformers cannot be asked to install them; apply the plan after a first forward, or plan again."
         )
     for module in missing:

@@ -38,7 +38,7 @@ ALIGNED_PIECE = 8  # a multiple of 16 bytes, whatever the number of classes: com
 FEWEST_ROWS = 128  # of a slice: a product of a few takes another kernel, which rounds otherwise
 PIECE = 1 << 25  # maximum logits of a piece: products want many rows, the nodes between take 16 bytes for each
 PIECES = 8  # of a slice at least
-_IGNORED = -100
+_IGNORE_INDEX = -100
 
 
 def as_given(tensor: Tensor) -> Tensor:
@@ -64,12 +64,12 @@ class Watch:
     unseen: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     known: Callable[[Hashable], contextlib.AbstractContextManager[bool]] = _anew
     behind_slice: Callable[[int], None] | None = None
-    on_sums: Callable[[ChunkedLoss, Given, Sums], None] | None = None
+    on_sums: Callable[[ChunkedLoss, HeadInputs, Sums], None] | None = None
     on_backward: Callable[[ChunkedLoss, Tensor], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class HeadInputs:
     """The inputs of a head: rows (N, width), weight (classes, width), bias (classes,), labels (N,).
 
     constants  of the logits, each one number or (classes,)
@@ -158,7 +158,7 @@ class ChunkedLoss:
             watch=Watch(),
         )
 
-    def run(self, given: Given, wanted: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor | None, Sums]:
+    def run(self, given: HeadInputs, wanted: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor | None, Sums]:
         """Return (loss of every row; gradient of the rows; sums), gradients if `wanted`: rows, weight, bias.
 
         It has no gradients of its own: call it with autograd off.
@@ -210,8 +210,8 @@ class ChunkedLoss:
         """Reduce the losses of all rows to one loss. (Rule 1)"""
         loss = row_losses
         if self.reduction != "none":
-            kept = torch.where(labels == self.ignored, _IGNORED, 0)
-            loss = F.nll_loss(-row_losses[:, None], kept, ignore_index=_IGNORED, reduction=self.reduction)
+            kept = torch.where(labels == self.ignored, _IGNORE_INDEX, 0)
+            loss = F.nll_loss(-row_losses[:, None], kept, ignore_index=_IGNORE_INDEX, reduction=self.reduction)
         result: Tensor = self.scaled(loss, *numbers)
         return result
 
@@ -253,7 +253,7 @@ class _GradientsInForward(Function):
         constants: tuple[Tensor, ...],
         numbers: tuple[Any, ...],
     ) -> Tensor:
-        given = Given(rows, weight.detach(), None if bias is None else bias.detach(), labels, constants, numbers)
+        given = HeadInputs(rows, weight.detach(), None if bias is None else bias.detach(), labels, constants, numbers)
         with head.watch.unseen():
             losses, of_rows, sums = head.run(given, ctx.needs_input_grad[1:4])
             if head.watch.on_sums is not None:

@@ -32,7 +32,7 @@ from remat.errors import CaptureError
 ALIGNED_ROWS, FEWEST_ROWS = 64, 128  # of a slice: where it begins, and how many there are at least
 
 
-Under = Callable[[], contextlib.AbstractContextManager[Any]]
+MakeContext = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @dataclasses.dataclass
@@ -43,7 +43,9 @@ class RowsWatch:
             the sums (gradients of the inputs beside, or None), and the modes of its forward
     """
 
-    on_run: Callable[[ChunkedRows, Tensor, Sequence[Any], Tensor, Sequence[Tensor | None], Under], None] | None = None
+    on_run: (
+        Callable[[ChunkedRows, Tensor, Sequence[Any], Tensor, Sequence[Tensor | None], MakeContext], None] | None
+    ) = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,7 +74,7 @@ class ChunkedRows:
 
     def __call__(self, rows: Tensor, *beside: Any) -> Tensor:
         """Return the result (..., other width) of `rows` (..., width)."""
-        held = _Held.apply(rows, *beside)  # Rule 4
+        held = _HoldInputs.apply(rows, *beside)  # Rule 4
         result: Tensor = _Sliced.apply(self, held, rows, *beside)
         return result
 
@@ -83,7 +85,7 @@ class ChunkedRows:
         gradient: Tensor,
         wanted: Sequence[bool],
         *,
-        under: Under = contextlib.nullcontext,
+        under: MakeContext = contextlib.nullcontext,
         precise: bool = False,
     ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
         """Return (result, gradient of the rows, those of `beside`) as autograd computes them for all rows at once.
@@ -133,7 +135,7 @@ class ChunkedRows:
         gradient: Tensor,
         wanted: Sequence[bool],
         *,
-        under: Under = contextlib.nullcontext,
+        under: MakeContext = contextlib.nullcontext,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Return (gradient of the rows, sums for `beside`) if `wanted`: for the rows, and for each of `beside`.
 
@@ -170,7 +172,7 @@ class ChunkedRows:
         return [self.cast(each) if i in self.weights else each for i, each in enumerate(detached)]
 
 
-class _Held(Function):
+class _HoldInputs(Function):
     """Keeps its inputs for backward, and returns an empty result."""
 
     @staticmethod

@@ -46,7 +46,7 @@ COPIES = frozenset({"contiguous", "clone"})
 SCALINGS = frozenset({"mul", "truediv", "div"})
 _LOSS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 LOSSES = {"cross_entropy": F.cross_entropy, "nll_loss": F.nll_loss}
-_IGNORED = -100  # by default
+_IGNORE_INDEX = -100  # by default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _heads_and_whole_losses(graph_module: fx.GraphModule) -> Iterator[Head | Who
 def loss_arguments(loss: fx.Node) -> dict[str, Any]:
     """Return the arguments of a loss, by name, with their defaults."""
     given = {**dict(zip(_LOSS, loss.args, strict=False)), **loss.kwargs}
-    return {"weight": None, "ignore_index": _IGNORED, "reduction": "mean", "label_smoothing": 0.0, **given}
+    return {"weight": None, "ignore_index": _IGNORE_INDEX, "reduction": "mean", "label_smoothing": 0.0, **given}
 
 
 def linear_arguments(linear: fx.Node) -> tuple[Any, Any, Any]:

@@ -213,7 +213,7 @@ def call(path: Path, function: str | None) -> Any:
 _TRAINERS: dict[Callable[[], Any], Any] = {}
 
 
-_LOADED: dict[Path, tuple[int, types.ModuleType]] = {}  # files executed by `load`, with their modification times
+_LOADED_FILES: dict[Path, tuple[int, types.ModuleType]] = {}  # files executed by `load`, with their modification times
 
 
 def load(path: Path) -> types.ModuleType:
@@ -224,12 +224,12 @@ def load(path: Path) -> types.ModuleType:
     """
     absolute = path.resolve()
     written = absolute.stat().st_mtime_ns
-    if absolute in _LOADED and _LOADED[absolute][0] == written:
-        return _LOADED[absolute][1]
+    if absolute in _LOADED_FILES and _LOADED_FILES[absolute][0] == written:
+        return _LOADED_FILES[absolute][1]
     if str(absolute.parent) not in sys.path:
         sys.path.insert(0, str(absolute.parent))
     name = _module_name(absolute)
-    if absolute not in _LOADED and name in sys.modules:  # the user's own program imported it
+    if absolute not in _LOADED_FILES and name in sys.modules:  # the user's own program imported it
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, absolute)
     assert spec is not None and spec.loader is not None
@@ -241,7 +241,7 @@ def load(path: Path) -> types.ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
-    _LOADED[absolute] = (written, module)
+    _LOADED_FILES[absolute] = (written, module)
     return module
 
 

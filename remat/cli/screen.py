@@ -23,7 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column
 from rich.text import Text
 
-from remat.evaluation.form import CAPTURED, LEFT_WHOLE, SLICED, WHOLE, form_of
+from remat.evaluation.form import CAPTURED_FORM, LEFT_WHOLE, SLICED_OVERHEAD, WHOLE_LOSS_OVERHEAD, form_of
 from remat.evaluation.graph import CHUNKED_ROWS, TRACED_ONLY
 from remat.units import gib, ms
 
@@ -38,7 +38,7 @@ LIBRARIES = ("torch", "transformers", "huggingface_hub")  # whose warnings are a
 
 
 _ARGUMENT = re.compile(r"`(\w+)=([^`]*)`")
-_SPELLED = {"time_s": "time-limit"}  # arguments whose option has another name
+_OPTION_NAMES = {"time_s": "time-limit"}  # arguments whose option has another name
 
 
 def as_options(message: str) -> str:
@@ -52,7 +52,7 @@ def _value(text: str) -> str:
 
 
 def _option(argument: str) -> str:
-    return _SPELLED.get(argument, argument.replace("_", "-"))
+    return _OPTION_NAMES.get(argument, argument.replace("_", "-"))
 
 
 def aligned(rows: Iterable[tuple[str, ...]], indent: str = INDENT) -> str:
@@ -172,7 +172,7 @@ def _priced_by(shares: dict[str, Any] | None) -> str:
     )
 
 
-_TRACED = "of the traced step; without tracing it may need more"
+_TRACED_NOTE = "of the traced step; without tracing it may need more"
 
 
 def _promise(plan: Plan) -> list[tuple[str, ...]]:
@@ -180,7 +180,7 @@ def _promise(plan: Plan) -> list[tuple[str, ...]]:
     left = f"less {gib(headroom_bytes)} of headroom: {gib(plan.budget_bytes)}" if headroom_bytes else ""
     return [
         ("without checkpointing", gib(plain["peak_bytes"]), _labelled(f"{ms(plain['step_time_us'])} a step", plan)),
-        *([("", "", _TRACED)] if TRACED_ONLY in plan.about else []),
+        *([("", "", _TRACED_NOTE)] if TRACED_ONLY in plan.about else []),
         ("budget", gib(plan.budget_bytes + headroom_bytes), left),
         ("predicted peak", gib(predicted["peak_bytes"]), _labelled(f"{ms(predicted['step_time_us'])} a step", plan)),
         *_evaluator_row(plan),
@@ -205,11 +205,11 @@ def _form(plan: Plan) -> list[tuple[str, ...]]:
         rows.append(("fused", _count(groups, "group"), f"of pointwise and reducing nodes, compiled as kernels{inside}"))
     if rows:
         extra = plan.predicted["form_time_us"] / (plan.without_checkpointing["step_time_us"] or 1.0)
-        whole = plan.predicted.get(WHOLE)
+        whole = plan.predicted.get(WHOLE_LOSS_OVERHEAD)
         parts = "fused kernels" if form.fused else "chunks"
         other = "no plan without (--exact) fits" if whole is None else f"without (--exact): {100 * whole:+.1f} % in all"
         rows.append(("", f"{100 * extra:+.1f} %", f"step time of the {parts} alone; {other}"))
-    elif (sliced := plan.predicted.get(SLICED)) is not None:
+    elif (sliced := plan.predicted.get(SLICED_OVERHEAD)) is not None:
         rows.append(("loss", "whole", f"not chunked: the gain is below 1 % (overhead {100 * sliced:.1f} % if chunked)"))
     if not form.chunks and (plan.regions or plan.offloads):
         rows += [("loss", "whole", f"not chunked: {why}") for why in plan.about.get(LEFT_WHOLE, ())]
@@ -261,7 +261,7 @@ def _without_regions(plan: Plan) -> str:
     plain_bytes = plan.without_checkpointing["peak_bytes"]
     if plan.offloads:
         return "no recomputation: the step fits with offloading"
-    if (form := form_of(plan.about)) != CAPTURED:
+    if (form := form_of(plan.about)) != CAPTURED_FORM:
         return f"no recomputation: the step fits with {form}"
     if plain_bytes <= plan.budget_bytes:
         return "no checkpointing needed: the step fits"
@@ -291,7 +291,7 @@ def _decision(plan: Plan) -> list[tuple[str, ...]]:
         ("solver", solver["status"], proof),
     ]
     if solver["status"] != "optimal":
-        bound_us, price = solver["bound_us"], "added time" if form_of(plan.about) != CAPTURED else "recomputation"
+        bound_us, price = solver["bound_us"], "added time" if form_of(plan.about) != CAPTURED_FORM else "recomputation"
         least = f"{ms(bound_us)} of {price}" if bound_us >= 0 else f"saves at most {ms(-bound_us)}"
         rows.append(("", "", _labelled(f"not proved optimal; lower bound: {least}", plan)))
     if solver.get("cut_short"):

@@ -19,7 +19,7 @@ from remat.workload.training_loop import HOLDS, Holds, is_power_of_two
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class CompileArguments:
     """The arguments of `remat.compile`, which explains them. Raises UsageError for one that cannot be meant.
 
     mode  Inductor's
@@ -67,7 +67,7 @@ class Asked:
         return _bytes("outside", self.outside)
 
 
-class Weakly:
+class WeakArgument:
     """A weak reference to a model or an optimizer among compile options, because Dynamo keeps options forever.
 
     An optimizer that is gone, as one that only says how a loop elsewhere trains, counts as one with its settings.
@@ -82,21 +82,21 @@ class Weakly:
         return self._again if found is None else found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Weakly, (self._reference(), self._again)
+        return WeakArgument, (self._reference(), self._again)
 
     @staticmethod
     def of(option: Any) -> Any:
         """Return `option`; a model, or an optimizer, is held weakly."""
         if isinstance(option, list | tuple):
-            return [Weakly.of(each) for each in option]
-        return Weakly(option) if isinstance(option, nn.Module | torch.optim.Optimizer) else option
+            return [WeakArgument.of(each) for each in option]
+        return WeakArgument(option) if isinstance(option, nn.Module | torch.optim.Optimizer) else option
 
     @staticmethod
     def held(option: Any) -> Any:
         """Return what `of` was given."""
         if isinstance(option, list):
-            return [Weakly.held(each) for each in option]
-        return option() if isinstance(option, Weakly) else option
+            return [WeakArgument.held(each) for each in option]
+        return option() if isinstance(option, WeakArgument) else option
 
 
 def _nothing() -> None:
@@ -109,7 +109,7 @@ def _made_again(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     return functools.partial(type(optimizer), **{k: v for k, v in optimizer.defaults.items() if k in known})
 
 
-NAMES = tuple(field.name for field in dataclasses.fields(Asked))
+NAMES = tuple(field.name for field in dataclasses.fields(CompileArguments))
 
 
 def _bytes(name: str, size: str | int) -> int:

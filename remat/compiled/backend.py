@@ -19,14 +19,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from remat._torch.dynamo import ddp_around, passed_on
 from remat._torch.inductor import chosen_decompositions, compiling_with, inductor_with
-from remat.compiled.asked import NAMES, Asked, Weakly
+from remat.compiled.asked import NAMES, CompileArguments, WeakArgument
 from remat.compiled.promise import CompiledStep, Promise
 from remat.errors import RematError, UsageError
 from remat.execution.planned_forward import OnLarger
 from remat.workload.training_loop import Holds
 
 if TYPE_CHECKING:
-    from remat.compiled.losses import Chunked
+    from remat.compiled.losses import ChunkedGraph
     from remat.compiled.outside import Outside
 
 
@@ -75,9 +75,9 @@ def compile(
         >>> model = remat.compile(model, budget="20GiB", optimizer=optimizer)
     """
     of_inductor = dict(options.pop("options", None) or {})
-    asked = Asked(budget, optimizer, accumulation, outside, uses, holds, numerics, on_larger, model, mode)
+    asked = CompileArguments(budget, optimizer, accumulation, outside, uses, holds, numerics, on_larger, model, mode)
     _inductor(mode, of_inductor)
-    given = of_inductor | {name: Weakly.of(getattr(asked, name)) for name in NAMES} | {"step": CompiledStep()}
+    given = of_inductor | {name: WeakArgument.of(getattr(asked, name)) for name in NAMES} | {"step": CompiledStep()}
     name_losses(model)
     compiled: nn.Module = torch.compile(model, backend=remat, options=given, **options)  # type: ignore[assignment]
     given["step"].warn_where_none_of(compiled, model, is_set_aside=asked.outside_bytes > 0)
@@ -127,7 +127,7 @@ def _compiled(
             f'the backend "remat" needs a budget, and was given {found}: torch.compile(model, backend="remat", '
             'options={"budget": "20GiB"}). A plan file is for steps that run uncompiled.'
         )
-    asked = Asked(**{name: Weakly.held(value) for name, value in options.items() if name in NAMES})
+    asked = CompileArguments(**{name: WeakArgument.held(value) for name, value in options.items() if name in NAMES})
     given = {name: value for name, value in options.items() if name not in (*NAMES, "step")}
     step = _step_of(asked, options)
     inductor = _inductor(mode or asked.mode, given)
@@ -155,7 +155,7 @@ def _compiled(
 _STEPS = WeakIdKeyDictionary()  # of models: by budget
 
 
-def _step_of(asked: Asked, options: dict[str, Any]) -> CompiledStep:
+def _step_of(asked: CompileArguments, options: dict[str, Any]) -> CompiledStep:
     """Return the step that shares a budget: all graphs of the same options, or of one model.
 
     A loop over blocks makes options for each: `block.compile(backend="remat", options={..., "model": model})`. These
@@ -168,7 +168,7 @@ def _step_of(asked: Asked, options: dict[str, Any]) -> CompiledStep:
     return steps.setdefault(asked.budget_bytes, CompiledStep())
 
 
-def _chunked(asked: Asked, outside: Outside, graph_module: fx.GraphModule) -> Chunked | None:
+def _chunked(asked: CompileArguments, outside: Outside, graph_module: fx.GraphModule) -> ChunkedGraph | None:
     """Return the graph with its large losses in chunks, where that may be."""
     from remat.compiled.losses import in_chunks
 
@@ -192,7 +192,7 @@ def _inductor(mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:
         raise UsageError(f"Inductor does not take these options: {text}. `remat` takes {', '.join(NAMES)}.") from error
 
 
-def _outside(asked: Asked, example_inputs: Sequence[Any], step: CompiledStep) -> Outside:
+def _outside(asked: CompileArguments, example_inputs: Sequence[Any], step: CompiledStep) -> Outside:
     from remat.compiled.outside import outside_of, parameters_in
 
     around = ddp_around()  # has a copy of all gradients in its buckets
@@ -211,7 +211,7 @@ def _outside(asked: Asked, example_inputs: Sequence[Any], step: CompiledStep) ->
     )
 
 
-def _partitioner(asked: Asked, outside: Outside, step: CompiledStep, key: Any, searches: bool) -> Any:
+def _partitioner(asked: CompileArguments, outside: Outside, step: CompiledStep, key: Any, searches: bool) -> Any:
     from remat.compiled.partitioner import BudgetPartitioner  # which needs OR-tools
 
     return BudgetPartitioner(asked.budget_bytes, outside, asked.uses, step.cuts, key, searches=searches)

@@ -27,7 +27,7 @@ from remat.errors import UsageError
 from remat.files import default_cache, write_atomically
 
 
-class Kept:
+class ResultCache:
     """Results for one graph. It is a convenience and never an error."""
 
     def __init__(self, graph_module: fx.GraphModule, device: torch.device, *of: Any, is_on: bool):

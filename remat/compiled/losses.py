@@ -17,16 +17,16 @@ from torch.nn import functional as F
 
 from remat._torch.symbols import hinted
 from remat.chunking.chunk import WITHHELD, chunk
-from remat.chunking.chunked_loss import ChunkedLoss, Given, RunningSum, Sums, slices_of
+from remat.chunking.chunked_loss import ChunkedLoss, HeadInputs, RunningSum, Sums, slices_of
 from remat.chunking.heads import Head, find_heads, linear_arguments
 from remat.chunking.withheld import WithheldLogits
 
 PARTS = 16  # logits of a chunk take this part of the bytes that a plan has to give away
-MOST = 16  # chunks: each adds some fifteen operators to compile
+MOST_CHUNKS = 16  # chunks: each adds some fifteen operators to compile
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunked:
+class ChunkedGraph:
     """A captured graph whose losses run in chunks.
 
     module    the graph, without the logits that it gave out
@@ -50,14 +50,14 @@ class Chunked:
         return completed
 
 
-def in_chunks(graph_module: fx.GraphModule, room_bytes: int) -> Chunked | None:
+def in_chunks(graph_module: fx.GraphModule, room_bytes: int) -> ChunkedGraph | None:
     """Return a graph with its large losses in chunks; None where it has none that may be.
 
     room_bytes  of the budget, for what the graph makes
     """
     heads = {i: head for i, head in enumerate(find_heads(graph_module)) if _may_be_chunked(head)}
     counts = {i: -(-PARTS * head.logits_bytes // max(room_bytes, 1)) for i, head in heads.items()}
-    counts = {i: min(count, MOST) for i, count in counts.items() if count > 1}
+    counts = {i: min(count, MOST_CHUNKS) for i, count in counts.items() if count > 1}
     if not counts:
         return None
     module = chunk(graph_module, counts, loss=UnrolledLoss)
@@ -69,7 +69,7 @@ def in_chunks(graph_module: fx.GraphModule, room_bytes: int) -> Chunked | None:
         module.graph.erase_node(node)
     module.recompile()
     stand_in = WithheldLogits(max(counts.values()), 'compile with numerics="bitwise", which keeps the loss whole')
-    return Chunked(module, [(i, stand_in) for i in positions])
+    return ChunkedGraph(module, [(i, stand_in) for i in positions])
 
 
 def _may_be_chunked(head: Head) -> bool:
@@ -121,7 +121,7 @@ def _cuts(rows: int | torch.SymInt, slices: int) -> Iterable[slice]:
 class UnrolledLoss(ChunkedLoss):
     """A chunked loss for a compiler to trace: a chunk is not cut into pieces, since its kernels fuse."""
 
-    def run(self, given: Given, wanted: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor | None, Sums]:
+    def run(self, given: HeadInputs, wanted: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor | None, Sums]:
         """Compute the loss of every row, and gradients where they are wanted, as `ChunkedLoss.run` does."""
         for_rows, for_weight, for_bias = wanted
         rows, labels = given.rows, given.labels

@@ -22,7 +22,7 @@ from remat.errors import RematError, UsageError
 from remat.recording.optimizer_forms import forms_of
 from remat.recording.remedies import describe
 from remat.recording.repeated_step import RepeatedStep
-from remat.recording.tracker import FIXED, Tracker
+from remat.recording.tracker import FIXED_STORAGE, Tracker
 from remat.workload.any_optimizer import AnyOptimizer
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Any]
@@ -123,7 +123,7 @@ def _stepped_on_fakes(parameters: Sequence[nn.Parameter], optimizer: Any) -> tup
             made.step(again)
         alive = tracker.alive()[first:]
         stepping = int(alive.max(initial=0)) - before
-        kept = {tracker.storage_of(tensor) for tensor in made.state} - {FIXED}
+        kept = {tracker.storage_of(tensor) for tensor in made.state} - {FIXED_STORAGE}
         state = sum(tracker.storages[index].size_bytes for index in kept)
         return state, max(stepping, 0), again.beside_bytes(made.state)
 

@@ -32,10 +32,10 @@ from torch import fx
 from remat._torch.inductor import hash_of, keeps_joint_graphs, partition_saving, partitioner_class
 from remat._torch.training import without_modes
 from remat.compiled.joint import device_of, joint_of
-from remat.compiled.kept import Kept
+from remat.compiled.kept import ResultCache
 from remat.compiled.outside import Outside
 from remat.compiled.peak import Halves, halves
-from remat.compiled.program import Choice, More, Solved, judged, solve
+from remat.compiled.program import Choice, CompiledBytes, Solved, judged, solve
 from remat.costing.planning_device import find_planning_device
 from remat.errors import Infeasible, NoPlanInTime
 from remat.units import gib, ms
@@ -46,8 +46,8 @@ ROUNDS = 6
 MISSES = 3
 HALVINGS = 6
 NEAR = 0.01  # of what a graph may need: limits that are not told apart
-ALIKE = 0.002  # of what a graph may need: where table and code differ by less, the table's answer is the last
-WORTH = 0.005  # of the price: an answer that saves less is not lowered
+EQUAL_SHARE = 0.002  # of what a graph may need: where table and code differ by less, the table's answer is the last
+LEAST_SAVING = 0.005  # of the price: an answer that saves less is not lowered
 NO_LIMIT = 1 << 62
 _HOMES = ("joint", "peak", "program", "partitioner")
 
@@ -203,8 +203,8 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         )
 
 
-Own = Callable[[float], list[fx.Node]]  # what PyTorch would save itself at a ratio of its memory budget
-Halved = tuple[fx.GraphModule, fx.GraphModule]
+TorchChoice = Callable[[float], list[fx.Node]]  # what PyTorch would save itself at a ratio of its memory budget
+GraphHalves = tuple[fx.GraphModule, fx.GraphModule]
 
 
 class Search:
@@ -226,7 +226,7 @@ class Search:
         self.gm, self.inputs, self.options = gm, joint_inputs, options
         self.most_bytes, self.uses, self.holds_results = most_bytes, uses, holds_results
         self.lowered: dict[frozenset[str], Halves] = {}
-        self.kept = Kept(gm, device_of(gm.graph), sorted(options.items()), holds_results, is_on=keeps)
+        self.kept = ResultCache(gm, device_of(gm.graph), sorted(options.items()), holds_results, is_on=keeps)
         self.by_default = self._partition(self._look)
         self.tried: list[Choice] = []
 
@@ -235,10 +235,10 @@ class Search:
         """Whether torch asked what to save; it does not where backward needs nothing."""
         return hasattr(self, "default")
 
-    def _partition(self, choose: Callable[[fx.Graph, Any, Own], list[fx.Node]]) -> Halved:
+    def _partition(self, choose: Callable[[fx.Graph, Any, TorchChoice], list[fx.Node]]) -> GraphHalves:
         return partition_saving(choose)(self.gm, self.inputs, **self.options)
 
-    def _look(self, graph: fx.Graph, info: Any, own: Own) -> list[fx.Node]:
+    def _look(self, graph: fx.Graph, info: Any, own: TorchChoice) -> list[fx.Node]:
         """Make the table of the graph, and note what PyTorch would save."""
         with without_modes():  # the device's rates are measured where they are not known
             target = find_planning_device(device_of(graph).type).target
@@ -253,7 +253,7 @@ class Search:
         """Return the values that PyTorch's own memory budget would save, at every ratio."""
         found: list[Choice] = []
 
-        def note(graph: fx.Graph, info: Any, own: Own) -> list[fx.Node]:
+        def note(graph: fx.Graph, info: Any, own: TorchChoice) -> list[fx.Node]:
             for nodes in map(own, RATIOS):
                 found.append(judged(self.joint, self.joint.values_of(node.name for node in nodes)))
             return nodes
@@ -261,12 +261,12 @@ class Search:
         self._partition(note)
         return found
 
-    def cut(self, choice: Choice) -> Halved:
+    def cut(self, choice: Choice) -> GraphHalves:
         """Cut into (forward, backward), saving the values of `choice` and those that take nothing."""
         if choice.saved == self.default.saved:
             return self.by_default
 
-        def choose(graph: fx.Graph, info: Any, own: Own) -> list[fx.Node]:
+        def choose(graph: fx.Graph, info: Any, own: TorchChoice) -> list[fx.Node]:
             chosen = [node for node in graph.nodes if node.name in choice.saved or _is_size(node, info)]
             return list(dict.fromkeys([*info.inputs, *chosen]))
 
@@ -285,7 +285,7 @@ class Search:
             self.lowered[choice.saved] = dataclasses.replace(found, forward=max(found.forward, self.earlier))
         return self.lowered[choice.saved]
 
-    def solve(self, most_bytes: int, more: More, start: Choice, *, least: bool = False) -> Solved:
+    def solve(self, most_bytes: int, more: CompiledBytes, start: Choice, *, least: bool = False) -> Solved:
         """Solve the program."""
 
         def make() -> tuple[Any, ...]:
@@ -325,7 +325,7 @@ class Search:
             bound = self.solve(self.most_bytes, self._more(best), best).bound_us
         return best, bound if math.isfinite(bound) else 0.0  # the code needs less than its table
 
-    def _learn(self, more: More) -> float | None:
+    def _learn(self, more: CompiledBytes) -> float | None:
         """Lower the program's answers, and correct its table by the code of each.
 
         Returns the last bound; None where the table was corrected by the code of several choices.
@@ -342,7 +342,7 @@ class Search:
                 more, is_of_one = self._corrected(more, last), False
                 if len(self.tried) == MISSES and self._cheapest() is None:
                     break
-            elif abs(more.peak_bytes(last) - self.needs(self.lower(last))) <= ALIKE * self.most_bytes:
+            elif abs(more.peak_bytes(last) - self.needs(self.lower(last))) <= EQUAL_SHARE * self.most_bytes:
                 break
             else:  # what was learned of other choices stays
                 more, is_of_one = dataclasses.replace(self._more(last), making=more.making), not more.making
@@ -350,7 +350,7 @@ class Search:
             is_of_one = False
         return bound if is_of_one else None
 
-    def _tighten(self, more: More) -> None:
+    def _tighten(self, more: CompiledBytes) -> None:
         """Solve a table for lower limits than asked, whose answers need more bytes than it says.
 
         First for as much less as an answer exceeds, then halfway between a limit that is met and one that is not.
@@ -372,7 +372,7 @@ class Search:
         if self._cheapest() is None:
             self.tried += sorted(self.portfolio, key=more.peak_bytes)[:MISSES]
 
-    def _answers(self, solved: Solved, more: More) -> list[Choice]:
+    def _answers(self, solved: Solved, more: CompiledBytes) -> list[Choice]:
         """List the choices that may be lowered next: the program's, or while nothing fits those that need least."""
         if solved.choice is not None:
             return [solved.choice]
@@ -381,7 +381,7 @@ class Search:
         least = self.solve(NO_LIMIT, more, self.default, least=True)
         return [*([least.choice] if least.choice else []), *self.portfolio]
 
-    def _more(self, choice: Choice) -> More:
+    def _more(self, choice: Choice) -> CompiledBytes:
         """Return the bytes that compiled code needs beside the table's: by stage, but no more than overall.
 
         A stage may need more because of what this choice saves, and another would not; and code that has room lets
@@ -395,7 +395,7 @@ class Search:
                 found = min(by_stage[stage] - alive, overall)
             backward.insert(0, found)
         forward = (self.uses - 1) * seen.kept + seen.forward - choice.kept_bytes
-        more = More(forward, tuple(backward))
+        more = CompiledBytes(forward, tuple(backward))
         is_said = self.fits(choice) or more.peak_bytes(choice) > self.most_bytes
         return more if is_said else self._corrected(more, choice)
 
@@ -415,7 +415,7 @@ class Search:
         found[latest] = max(found[latest], others + remade)
         return found
 
-    def _corrected(self, more: More, choice: Choice) -> More:
+    def _corrected(self, more: CompiledBytes, choice: Choice) -> CompiledBytes:
         """Say of a choice whose code exceeds the budget that it does.
 
         Where its highest stage needs more than was thought, values that it makes again in that stage are why; if there
@@ -433,15 +433,15 @@ class Search:
             for v, size_bytes in again.items() if total else ():
                 making[v, stage] = making.get((v, stage), 0) + -(-missing * size_bytes // total)
         forward = max(more.forward, (self.uses - 1) * seen.kept + seen.forward - choice.kept_bytes)
-        return More(forward, tuple(backward), making)
+        return CompiledBytes(forward, tuple(backward), making)
 
-    def _next(self, choices: Sequence[Choice], more: More) -> Choice | None:
+    def _next(self, choices: Sequence[Choice], more: CompiledBytes) -> Choice | None:
         """Choose what to lower next: the cheapest that should fit, else the one that needs least."""
         cheapest = self._cheapest()
         untried = [choice for choice in choices if choice.saved not in self.lowered]
         hopeful = [choice for choice in untried if more.peak_bytes(choice) <= self.most_bytes]
         if cheapest is not None:
-            better = (choice for choice in hopeful if choice.price_us < (1 - WORTH) * cheapest.price_us)
+            better = (choice for choice in hopeful if choice.price_us < (1 - LEAST_SAVING) * cheapest.price_us)
             return min(better, key=_price, default=None)
         return min(hopeful, key=_price) if hopeful else min(untried, key=more.peak_bytes, default=None)
 

@@ -110,14 +110,14 @@ def _call(operator: str, sizes: Sequence[Sequence[int]]) -> Any:
     return product, *map(tuple, sizes[1:3] if product != operator else sizes[:2])
 
 
-_MEASURED: dict[tuple[str, str], int] = {}
+_MEASURED_WORKSPACES: dict[tuple[str, str], int] = {}
 
 
 def _workspaces(tracker: Tracker, device: torch.device) -> dict[tuple[str, str], int]:
     """Measure the workspaces of the libraries' kernels that ran, where the device is at hand."""
     with without_modes():
-        _MEASURED.update(measured_workspaces(tracker, _MEASURED, device))
-    return _MEASURED
+        _MEASURED_WORKSPACES.update(measured_workspaces(tracker, _MEASURED_WORKSPACES, device))
+    return _MEASURED_WORKSPACES
 
 
 def _outputs(half: fx.GraphModule) -> list[Any]:

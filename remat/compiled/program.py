@@ -57,7 +57,7 @@ from ortools.sat.python import cp_model
 from remat.compiled.joint import Joint
 
 FAR, NEAR = 30_000, 8_000  # the most of r, and in the coarse program
-EACH = 10.0  # effort: the most for one program
+PROGRAM_EFFORT = 10.0  # effort: the most for one program
 PROGRAMS = 9  # the most for one answer, the coarse one among them
 _LAST = 1 << 30  # a stage after all others
 _UNITS = 1 << 40  # bytes are whole multiples of so small a part of the largest sum, rounded up: exact below a TiB
@@ -125,7 +125,7 @@ def judged(joint: Joint, saved: Collection[str]) -> Choice:
 
 
 @dataclasses.dataclass(frozen=True)
-class More:
+class CompiledBytes:
     """f, g and e: bytes that compiled code needs beside what the table counts.
 
     forward   in forward    backward  in each stage
@@ -193,7 +193,7 @@ def _spans(joint: Joint, most: int) -> list[_Span | None]:
 def solve(
     joint: Joint,
     most_bytes: int,
-    more: More | None = None,
+    more: CompiledBytes | None = None,
     *,
     start: Collection[str] = (),
     least: bool = False,
@@ -208,14 +208,14 @@ def solve(
     gap          when to stop
     effort       when to stop, in the solver's own units of work, about two seconds of a CPU each
     """
-    more = more or More(0, (0,) * len(joint.own_bytes))
+    more = more or CompiledBytes(0, (0,) * len(joint.own_bytes))
     cost = more.peak_bytes if least else operator.attrgetter("price_us")
     best: Choice | None = None
     bound = 0.0
     counted: frozenset[int] | None = None
     for _ in range(PROGRAMS):
         program = _Program(joint, counted, most_bytes, more, least=least)
-        answer = program.solve(best.saved if best else start, gap, min(effort, EACH))
+        answer = program.solve(best.saved if best else start, gap, min(effort, PROGRAM_EFFORT))
         effort -= answer.effort
         late = frozenset[int]()
         if answer.saved is not None:
@@ -234,7 +234,7 @@ def solve(
     return Solved(best, bound)
 
 
-def _late(joint: Joint, choice: Choice, more: More, most_bytes: int) -> frozenset[int]:
+def _late(joint: Joint, choice: Choice, more: CompiledBytes, most_bytes: int) -> frozenset[int]:
     """Return the values that take memory by (11) in stages that exceed `most_bytes`."""
     over = [t for t, needed in enumerate(more.in_stages(choice)) if needed > most_bytes]
     found = set[int]()
@@ -272,7 +272,9 @@ class _Program:
     counted  values that (11) is posed for; None for the coarse program
     """
 
-    def __init__(self, joint: Joint, counted: Collection[int] | None, most_bytes: int, more: More, *, least: bool):
+    def __init__(
+        self, joint: Joint, counted: Collection[int] | None, most_bytes: int, more: CompiledBytes, *, least: bool
+    ):
         self.joint, self.counted, self.least = joint, counted, least
         self.spans = _spans(joint, NEAR if counted is None else FAR)
         self.model = cp_model.CpModel()
@@ -422,7 +424,7 @@ class _Program:
         """List literals of which one is true unless value u is made again in stage t or later."""
         return [self._made(u, _LAST).negated(), *_those(self._made(u, t - 1))]
 
-    def _limit_memory(self, most_bytes: int, more: More) -> None:
+    def _limit_memory(self, most_bytes: int, more: CompiledBytes) -> None:
         """Add (5) and (6), with the highest of all sums as a variable."""
         values = self.joint.values
         self.unit = unit = max(sum(value.size_bytes for value in values) // _UNITS, 1)

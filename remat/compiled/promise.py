@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from remat._torch.dynamo import compilation
 from remat._torch.symbols import hinted
 from remat._torch.training import saved_tensors_are_hooked
-from remat.compiled.asked import Asked
+from remat.compiled.asked import CompileArguments
 from remat.errors import PlanMismatch, UsageError
 from remat.units import first_few, gib
 from remat.workload.held_outputs import output_tensors, parameters_reached
@@ -38,11 +38,13 @@ if TYPE_CHECKING:
     from remat.compiled.partitioner import Cut
 
 
-_SKIPPED = (
+_SKIPPED_FUNCTION = (
     "A graph break inside a loop makes Dynamo skip the whole function: compile with `fullgraph=True` to see the place, "
     "or compile the blocks of the loop one by one, with `uses=`"
 )
-_NO_GRAPH = f"Dynamo captured no graph of this forward, so the step runs uncompiled and no budget is kept. {_SKIPPED}."
+_NO_GRAPH = (
+    f"Dynamo captured no graph of this forward, so the step runs uncompiled and no budget is kept. {_SKIPPED_FUNCTION}."
+)
 
 
 class _Run:
@@ -119,8 +121,8 @@ class CompiledStep:
             return ""
         return (
             f"Dynamo left parts of this forward out of its graphs, with {first_few(outside)}. They run uncompiled: "
-            f"what they save for backward is in no plan, and may exceed the budget. {_SKIPPED}. Or set bytes aside "
-            "with `outside=`."
+            f"what they save for backward is in no plan, and may exceed the budget. {_SKIPPED_FUNCTION}. "
+            "Or set bytes aside with `outside=`."
         )
 
     @property
@@ -136,7 +138,13 @@ class Promise:
     """
 
     def __init__(
-        self, key: Any, step: CompiledStep, asked: Asked, outside: Outside, graph: fx.Graph, inputs: Sequence[Any]
+        self,
+        key: Any,
+        step: CompiledStep,
+        asked: CompileArguments,
+        outside: Outside,
+        graph: fx.Graph,
+        inputs: Sequence[Any],
     ):
         self.key, self.step, self.outside = key, step, outside
         self.asked = dataclasses.replace(asked, model=None, optimizer=None)  # which Dynamo would keep for good

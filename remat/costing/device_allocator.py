@@ -32,7 +32,7 @@ _MEMORY_EVENT = "[memory]"
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class Measurement:
     """The memory and time of a function on the device.
 
     peak_bytes       peak of allocated bytes above the level at the start
@@ -50,7 +50,7 @@ class Measured:
 
 def measure_step(
     function: Callable[[], object], device: torch.device, *, warm_up: int = 1, repeats: int = 3, collect: bool = True
-) -> Measured:
+) -> Measurement:
     """Measure the memory of one call of `function`, then the median time of `repeats` calls, after `warm_up` calls.
 
     collect  see `measure_peak`
@@ -61,7 +61,7 @@ def measure_step(
         gc.collect()
     peak, requested, reserved = _observe(function, device)
     times = [time_once_us(function, device) for _ in range(repeats)]
-    return Measured(peak, statistics.median(times) if times else 0.0, reserved, requested)
+    return Measurement(peak, statistics.median(times) if times else 0.0, reserved, requested)
 
 
 def measure_peak(

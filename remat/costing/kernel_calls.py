@@ -75,7 +75,7 @@ _AFTER_FORWARD: dict[str, tuple[str, str, dict[str, str]]] = {
     "aten.miopen_rnn_backward.default": ("aten.miopen_rnn.default", "reserve", {}),
 }
 _FORWARDS = {forward for forward, _, _ in _AFTER_FORWARD.values()}
-_KEPT = 3
+_RESERVE_RESULT = 3
 
 # Arguments that a kernel reads on the host. The seed and offset of dropout are made there by the forward of
 # memory-efficient attention, and on the device by those of flash attention (a uint64 pair) and cuDNN's; the backward
@@ -157,7 +157,7 @@ def _run_forward(name: str, args: list[Any]) -> None:
     places = {argument.name: place for place, argument in enumerate(overload(name)._schema.arguments)}
     function = overload(forward)
     given = [args[places[renamed.get(argument.name, argument.name)]] for argument in function._schema.arguments]
-    args[places[kept]] = _keeping(function)(*given)[_KEPT]
+    args[places[kept]] = _keeping(function)(*given)[_RESERVE_RESULT]
 
 
 def _keeping(function: Any) -> Any:

@@ -14,8 +14,8 @@ Rule 3  Convolutions are products of patches; float32 ones go by TF32, as torch'
         a pass of its own.
 Rule 4  Fused attention has rates of its own, forward and backward, by kernel and width of heads; half of it is left out
         where it is causal; short sequences do not fill it. Dropout draws a number for every score.
-Rule 5  Some kernels read their arguments again: `_AGAIN` says how often traffic counts. Softmax does where a row is too
-        long for the chip. Some are several kernels.
+Rule 5  Some kernels read their arguments again: `_EXTRA_PASSES` says how often traffic counts. Softmax does where a
+        row is too long for the chip. Some are several kernels.
 Rule 6  Pointwise kernels load numbers one by one where arguments are strided, broadcast or of several dtypes: then
         elements count, not bytes. Copies that gather scattered elements are slower still. Pooling reads whole windows.
 Rule 7  What fits L2 moves faster: the kernel before left it there, or many rows are read from one small table.
@@ -69,7 +69,7 @@ _DRAWN = 9000  # scores that cuDNN's attention draws random numbers for, per mic
 # for the result, 3 passes for 2; backward in two kernels, 7 for 3 (ATen/native/cuda/layer_norm_kernel.cu; measured: 1.6
 # and 2.35). Fused RMS norm: measured in bfloat16. Softmax backward multiplies first, in a kernel of its own, 6 for 3;
 # log-softmax backward reads the gradient twice, 4 for 3 (ATen/native/cuda/SoftMax.cu).
-_AGAIN = {
+_EXTRA_PASSES = {
     "_softmax_backward_data": 2.0,
     "_log_softmax_backward_data": 1.33,
     "native_layer_norm": 1.6,
@@ -97,7 +97,7 @@ _ON_CHIP = 100_000  # bytes of a row that softmax keeps, twice that of 16 bits; 
 _IN_WARP, _HALVES = 1024, 1.55  # numbers of a row that a warp keeps; passes over longer rows of 16 bits: measured
 _PICKED_US = 0.0034  # of one row's loss, which one block makes (ATen/native/cuda/Loss.cu)
 _PICKED_BEFORE_US = 0.034  # before torch 2.8 (pytorch #149548), by 32 threads
-_KEPT = 0.9  # of L2 that one kernel leaves to the next
+_L2_SHARE = 0.9  # of L2 that one kernel leaves to the next
 
 # Rule 8, all measured. A layer norm: time of a processor for a row, and of a row in the gradient of its weights, which
 # few blocks sum up to so many rows (ATen/native/cuda/layer_norm_kernel.cu).
@@ -314,7 +314,7 @@ def _attention_us(kind: OpKind, kernel: str, target: Target) -> float:
 def _traffic_us(kind: OpKind, target: Target) -> float:
     name, shares = operator_name(kind), shares_of(target)
     stream = target.bytes_per_us * shares.stream
-    if not kind.flops and kind.moved_bytes < _KEPT * target.l2_bytes:
+    if not kind.flops and kind.moved_bytes < _L2_SHARE * target.l2_bytes:
         stream *= shares.l2
     if name in _OPERANDS and _has_columns(kind):
         return kind.moved_bytes / (stream * shares.written)
@@ -326,8 +326,8 @@ def _traffic_us(kind: OpKind, target: Target) -> float:
         return kind.moved_bytes / stream + _LAST_US * _launches_of_many(kind)
     if name in _COPYING and _permutes(kind):
         stream *= shares.permuted
-    us = kind.moved_bytes * _AGAIN.get(name, 1.0) / stream
-    if kind.flops or name in _AGAIN or name in _INDEXING or name == _FUSED:
+    us = kind.moved_bytes * _EXTRA_PASSES.get(name, 1.0) / stream
+    if kind.flops or name in _EXTRA_PASSES or name in _INDEXING or name == _FUSED:
         return us
     return max(us, _loosely_us(kind, target, stream))
 
@@ -357,7 +357,7 @@ def _pooled_us(kind: OpKind, target: Target, stream: float) -> float:
 
 def _layer_norm_us(kind: OpKind, target: Target, stream: float) -> float:
     """Return the time of layer norm: few rows leave processors idle, short ones take a minimum time. (Rule 8)"""
-    again, rows = kind.moved_bytes * _AGAIN["native_layer_norm"], _normalised_rows(kind)
+    again, rows = kind.moved_bytes * _EXTRA_PASSES["native_layer_norm"], _normalised_rows(kind)
     slowest = max(again / stream, again / (rows * _ROW_BYTES), _ROW_US * rows / max(target.processors, 1))
     return slowest + _copied_first_us(kind, target)
 
@@ -366,7 +366,7 @@ def _layer_norm_backward_us(kind: OpKind, target: Target, stream: float) -> floa
     """Return the time of two kernels: the input's gradient, and the weights', whose columns few blocks sum. (Rule 8)"""
     once, rows = kind.moved_bytes / stream, math.prod(_tensors(kind)[2].shape)
     weights = max(once, _WEIGHTS_US * rows if rows <= _WEIGHTS_ROWS else 0.0)
-    return once * (_AGAIN["native_layer_norm_backward"] - 1) + weights + _copied_first_us(kind, target)
+    return once * (_EXTRA_PASSES["native_layer_norm_backward"] - 1) + weights + _copied_first_us(kind, target)
 
 
 def _softmax_us(kind: OpKind, target: Target, stream: float) -> float:
@@ -384,14 +384,14 @@ def _batch_norm_us(kind: OpKind, target: Target, stream: float) -> float:
     image = tensors[0]
     training = args[7 if name.endswith("_backward") else 5]
     if not training or not _is_channels_first(image):
-        return kind.moved_bytes * _AGAIN[name] / stream
+        return kind.moved_bytes * _EXTRA_PASSES[name] / stream
     summed = min(image.shape[1] * _CHANNEL[name], _CHANNELS * max(target.processors, 1))
     return math.prod(image.shape) / summed + kind.moved_bytes / stream
 
 
 def _cudnn_norm_us(kind: OpKind, target: Target, stream: float) -> float:
     image = _tensors(kind)[0]
-    again = _PLANES if image.item_bytes == 4 and _is_channels_first(image) else _AGAIN[operator_name(kind)]
+    again = _PLANES if image.item_bytes == 4 and _is_channels_first(image) else _EXTRA_PASSES[operator_name(kind)]
     return kind.moved_bytes * again / stream
 
 
@@ -414,9 +414,9 @@ def _gathered_us(kind: OpKind, target: Target, stream: float) -> float:
     """Return the time of lookups: a table that fits L2 is read from there. (Rule 7)"""
     name, table = operator_name(kind), _tensors(kind)[0]
     moved = float(kind.moved_bytes)
-    if table.size_bytes < _KEPT * target.l2_bytes:
+    if table.size_bytes < _L2_SHARE * target.l2_bytes:
         moved = min(moved, moved / 2 + table.size_bytes)
-    again = _AGAIN.get(name, 1.0)
+    again = _EXTRA_PASSES.get(name, 1.0)
     if name == "embedding":
         again = _EMBEDDED_BEFORE if is_before(target, (2, 8)) else _EMBEDDED
     return moved * again / stream

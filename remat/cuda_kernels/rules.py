@@ -232,7 +232,7 @@ RULES: dict[str, Rule] = {
 }
 
 # Python functions of torch that call nothing of the above: both devices dispatch them alike.
-ALIKE = frozenset(
+ALIKE_NAMES = frozenset(
     _names(
         """
         adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d

@@ -59,7 +59,7 @@ from remat.cuda_kernels.autocast import (
     enter_autocast,
     exit_autocast,
 )
-from remat.cuda_kernels.rules import ALIKE, CASTS, PYTHON_METHODS, RULES, name_of
+from remat.cuda_kernels.rules import ALIKE_NAMES, CASTS, PYTHON_METHODS, RULES, name_of
 from remat.errors import CaptureError
 from remat.fusion.fuse import FUSED
 
@@ -152,7 +152,7 @@ class _Inside(TorchFunctionMode):
         return run(func, self.device, args, kwargs or {})
 
 
-class Untraced(TorchFunctionMode):
+class UntracedForward(TorchFunctionMode):
     """Applies the table to an untraced forward, whose autocast is what `torch.autocast("cpu", ...)` says."""
 
     def __init__(self, *, cudnn_attention: CudnnAttention | None = None) -> None:
@@ -171,7 +171,7 @@ class Untraced(TorchFunctionMode):
 
 
 def _is_python(function: Call) -> bool:
-    if not isinstance(function, types.FunctionType) or function.__name__ in ALIKE:
+    if not isinstance(function, types.FunctionType) or function.__name__ in ALIKE_NAMES:
         return False
     # Where its body was written: `max_pool2d` is a wrapper from elsewhere, and calls nothing of the table.
     home = function.__globals__.get("__name__")

@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 
 from remat.costing.profile import Profile
-from remat.diagnosis.snapshot import HOW, Allocation, Frame, OutOfMemory, Snapshot
+from remat.diagnosis.snapshot import HOW_TO_RECORD, Allocation, Frame, OutOfMemory, Snapshot
 from remat.evaluation.breakdown import HEAD, codes_of_storages
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Plan, Region
@@ -41,11 +41,11 @@ Kind = Literal[
     "no history",
     "more than predicted",
 ]
-CLOSE = 0.02  # of the predicted peak
+CLOSE_SHARE = 0.02  # of the predicted peak
 NEAR_WITHOUT = 0.05  # of the peak without checkpointing (Rule 2)
-SURE = 0.75  # of the activations' bytes have their size at a batch (Rule 3)
-SOME = 0.1  # of all bytes asked for are such activations: less is chance
-MOST_TIMES = 8  # that a batch may be larger than planned
+SURE_SHARE = 0.75  # of the activations' bytes have their size at a batch (Rule 3)
+LEAST_SHARE = 0.1  # of all bytes asked for are such activations: less is chance
+LARGEST_BATCH_FACTOR = 8  # that a batch may be larger than planned
 SMALLEST = MIB  # storages and groups of allocations that are looked at
 GRANULE = 512  # bytes that requests are rounded to
 EXECUTOR = "remat/execution/"  # in the file names of stacks under a plan
@@ -125,7 +125,7 @@ class _Reasons:
     def found(self) -> list[Finding]:
         """List every reason, in the order of the rules; never empty."""
         found = [] if self.snapshot.has_history else [self._no_history()]
-        if self.excess_bytes > CLOSE * self.predicted_bytes:
+        if self.excess_bytes > CLOSE_SHARE * self.predicted_bytes:
             found += self._of_the_step()
         elif self.snapshot.has_history:
             found += self._batch()  # a smaller one also explains a peak below the promise
@@ -133,14 +133,14 @@ class _Reasons:
         return found or [self._as_promised()]
 
     def _as_promised(self) -> Finding:
-        if self.excess_bytes > CLOSE * self.predicted_bytes:
+        if self.excess_bytes > CLOSE_SHARE * self.predicted_bytes:
             sentence = f"the step requested {gib(self.excess_bytes)} more than predicted, for an unknown reason"
-            return Finding("more than predicted", sentence, f"record stacks: {HOW}")
+            return Finding("more than predicted", sentence, f"record stacks: {HOW_TO_RECORD}")
         return Finding("as promised", "the step requested no more than the plan predicted", "", 0)
 
     def _no_history(self) -> Finding:
         sentence = "the snapshot has no history: it shows the memory at its end, not at the peak"
-        return Finding("no history", sentence, f"record one: {HOW}")
+        return Finding("no history", sentence, f"record one: {HOW_TO_RECORD}")
 
     # The step (Rules 2, 3, 4)
 
@@ -233,10 +233,10 @@ class _Reasons:
                 yield Finding("fragmentation", sentence, remedy, idle)
             return
         simulated = next(iter(self.plan.predicted.get("allocator") or ()), None)
-        if simulated is None or self.excess_bytes > CLOSE * self.predicted_bytes:
+        if simulated is None or self.excess_bytes > CLOSE_SHARE * self.predicted_bytes:
             return
         reserved = self.snapshot.peak_reserved_bytes
-        if (more := reserved - simulated["reserved_bytes"]) > CLOSE * self.predicted_bytes:
+        if (more := reserved - simulated["reserved_bytes"]) > CLOSE_SHARE * self.predicted_bytes:
             asked_for = gib(self.snapshot.peak_requested_bytes)
             sentence = f"fragmentation: {gib(reserved)} were reserved for {asked_for}, {gib(more)} more than simulated"
             yield Finding("fragmentation", sentence, remedy, more)
@@ -246,7 +246,7 @@ class _Reasons:
         if failed is None or self.card_bytes is None:
             return
         others = self.card_bytes - failed.device_free_bytes - failed.before.reserved_bytes - CONTEXT_BYTES
-        if others > CLOSE * self.card_bytes:
+        if others > CLOSE_SHARE * self.card_bytes:
             own, free = gib(failed.before.reserved_bytes), gib(failed.device_free_bytes)
             sentence = (
                 f"another process, or memory outside of PyTorch, held about {gib(others)} of {gib(self.card_bytes)}: "
@@ -275,11 +275,11 @@ def batch_of(sizes: Sequence[int], activations: Sequence[int], planned: int) -> 
         of_them = sum(then * seen[then] for then in set(scaled.values()))
         return met / total, of_them / asked_for
 
-    candidates = [planned, *(batch for batch in range(1, MOST_TIMES * planned + 1) if batch != planned)]
+    candidates = [planned, *(batch for batch in range(1, LARGEST_BATCH_FACTOR * planned + 1) if batch != planned)]
     # Sizes are rounded, so neighbours may be equally good: prefer the planned one, then a large common divisor with it.
     best = max(candidates, key=lambda batch: (min(shares(batch)), math.gcd(batch, planned)))
     met, of_them = shares(best)
-    return best if met >= SURE and of_them >= SOME else None
+    return best if met >= SURE_SHARE and of_them >= LEAST_SHARE else None
 
 
 def _rounded(size: int) -> int:

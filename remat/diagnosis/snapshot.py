@@ -20,7 +20,9 @@ from typing import Any
 from remat.errors import UsageError
 
 RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-HOW = "torch.cuda.memory._record_memory_history() before training, torch.cuda.memory._dump_snapshot(path) after"
+HOW_TO_RECORD = (
+    "torch.cuda.memory._record_memory_history() before training, torch.cuda.memory._dump_snapshot(path) after"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,9 +150,11 @@ def read(path: Path) -> Snapshot:
     except OSError as error:
         raise UsageError(f"the snapshot {path} cannot be read: {error.strerror}.") from error
     except Exception as error:  # a pickle can fail in any way
-        raise UsageError(f"{path} is not a memory snapshot ({error}); write one: {HOW}.") from error
+        raise UsageError(f"{path} is not a memory snapshot ({error}); write one: {HOW_TO_RECORD}.") from error
     if not isinstance(data, dict) or not {"segments", "device_traces"} <= data.keys():
-        raise UsageError(f"{path} is not a memory snapshot: it lacks segments and device_traces; write one: {HOW}.")
+        raise UsageError(
+            f"{path} is not a memory snapshot: it lacks segments and device_traces; write one: {HOW_TO_RECORD}."
+        )
     try:
         return of_data(data)
     except (KeyError, TypeError, AttributeError, IndexError) as error:

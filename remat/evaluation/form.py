@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 CHUNKS = "chunks"  # key of `Graph.about` and `Plan.about`
-ROWS = "rows"  # likewise
-FUSED = "fused"  # likewise
+ROWS = "rows"  # key of both, too
+FUSED = "fused"  # key of both, too
 LEFT_WHOLE = "whole_losses"  # key of `Plan.about`: why large losses do not run in slices, one reason each
-WHOLE: Final = "whole_loss_overhead"  # key of `Plan.predicted`: of the plan for the step as captured, if one fits
-SLICED: Final = "sliced_overhead"  # likewise: of the best plan with slices, where that is better by too little
+WHOLE_LOSS_OVERHEAD: Final = "whole_loss_overhead"  # key of `Plan.predicted`: of the plan without changes of form
+SLICED_OVERHEAD: Final = "sliced_overhead"  # of the best plan with slices, if its gain is too small
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Form:
         return {CHUNKS: [dataclasses.asdict(chunk) for chunk in self.chunks], FUSED: self.fused, **rows}
 
 
-CAPTURED = Form()
+CAPTURED_FORM = Form()
 
 
 def form_of(about: Mapping[str, Any]) -> Form:

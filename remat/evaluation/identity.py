@@ -32,7 +32,7 @@ from remat.errors import PlanMismatch
 LOOSE_BYTES = 1024  # of loose nodes' results, those below are not counted: scalars, counters
 
 # Names of one operator.
-_SAME = {
+_SYNONYMS = {
     "radd": "add",
     "iadd": "add_",
     "subtract": "sub",
@@ -80,7 +80,7 @@ def canonical(called: str) -> str:
     name = called.removeprefix("call_method:").replace(" ", "_")
     if name.startswith("__") and name.endswith("__"):
         name = name[2:-2]
-    return _SAME.get(name, name)
+    return _SYNONYMS.get(name, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +269,7 @@ def _from_line(line: str) -> NodeId:
 
 
 @dataclasses.dataclass(frozen=True)
-class Unlike:
+class GraphMismatch:
     """Why a graph is not that of a graph call of the plan; without `difference`, the place is not known."""
 
     call: int

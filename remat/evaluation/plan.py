@@ -25,7 +25,7 @@ import remat
 from remat import shown
 from remat.errors import UsageError
 from remat.evaluation.alternative import Alternative, alternatives_of
-from remat.evaluation.form import CAPTURED, form_of
+from remat.evaluation.form import CAPTURED_FORM, form_of
 from remat.evaluation.forwards import PASSES
 from remat.evaluation.graph import DRAWN_LENGTHS, DRAWN_OUTSIDE, KEPT_OUTSIDE, OUTSIDE, Graph
 from remat.evaluation.identity import Identity, from_lines, to_lines
@@ -346,7 +346,7 @@ class Plan:
             [
                 f"Plan for {self.about.get('workload')} on {self.target} within {gib(self.budget_bytes)}",
                 f"  regions    {len(self.regions):4d}   ({nested} nested, {nodes} nodes, {saved} saved)",
-                *([f"  form       {form}"] if form != CAPTURED else []),
+                *([f"  form       {form}"] if form != CAPTURED_FORM else []),
                 *([f"  host       {len(self.offloads)} storages, {gib(self.host_bytes)}"] if self.offloads else []),
                 f"  peak       {gib(predicted['peak_bytes'])} predicted, "
                 f"{gib(plain['peak_bytes'])} without checkpointing",
@@ -372,7 +372,7 @@ class Plan:
             ("peak", gib(predicted["peak_bytes"]), gib(plain["peak_bytes"])),
             ("step time", ms(predicted["step_time_us"]), ms(plain["step_time_us"])),
             ("added", self._time_change(), ""),
-            *([("form", str(form), "")] if (form := form_of(self.about)) != CAPTURED else []),
+            *([("form", str(form), "")] if (form := form_of(self.about)) != CAPTURED_FORM else []),
             ("regions", f"{len(self.regions)}, {saved} outputs saved", ""),
             ("solver", f"{self.solver['status']}, gap {100 * self.solver['gap']:.2f} %", ""),
         ]

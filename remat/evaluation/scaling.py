@@ -20,7 +20,7 @@ from remat.evaluation.graph import FORWARD_ALONE, Graph, OpKind, SavedTensors, S
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Recorded:
+class UnroundedRecord:
     """A record whose sizes are not rounded, with the rounded fixed bytes.
 
     fixed_bytes  as in the graph, but rounded      batch_bytes  of each tensor of the batch, not rounded
@@ -38,8 +38,8 @@ class Family:
     alignment_bytes  every allocation is rounded up to a multiple of it
     """
 
-    low: Recorded
-    high: Recorded
+    low: UnroundedRecord
+    high: UnroundedRecord
     alignment_bytes: int
 
     def at(self, batch_size: int) -> Graph:
@@ -107,7 +107,7 @@ def _forwards(low: Graph, high: Graph, line: Any) -> list[dict[str, Any]]:
     ]
 
 
-def family(low: Recorded, high: Recorded, alignment_bytes: int) -> Family | None:
+def family(low: UnroundedRecord, high: UnroundedRecord, alignment_bytes: int) -> Family | None:
     """Return the family of two records; None if they differ in more than sizes."""
     same = _structure(low.graph) == _structure(high.graph) and len(low.batch_bytes) == len(high.batch_bytes)
     return Family(low, high, alignment_bytes) if same else None

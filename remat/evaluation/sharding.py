@@ -43,7 +43,7 @@ Role = Literal["gathered", "gradient", "other"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Added:
+class AddedStorage:
     """A storage to add: bytes, first and last operator, the node that makes it (-1 after forward), its role."""
 
     size_bytes: int
@@ -105,29 +105,29 @@ class _Sharding:
 
     # Temporary storages
 
-    def added(self) -> Iterator[Added]:
+    def added(self) -> Iterator[AddedStorage]:
         if self.parameters:
             yield from self._gathered()
         if self.gradients:
             yield from self._gradients()
 
-    def _gathered(self) -> Iterator[Added]:  # Rule 2
+    def _gathered(self) -> Iterator[AddedStorage]:  # Rule 2
         size = {unit: sum(p.size_bytes for p in members) for unit, members in self.units.items()}
         forward = [unit for unit in self._spans if unit is not ROOT and unit in size]
         for unit, ahead in itertools.zip_longest(forward, forward[1:]):
             node, first, last = self._spans[unit]
-            yield Added(size[unit] + size.get(ahead or "", 0), first, last, node)
+            yield AddedStorage(size[unit] + size.get(ahead or "", 0), first, last, node)
         if forward:
-            yield Added(size[forward[-1]], self._spans[forward[-1]][1], self.graph.forward_end - 1, -1)
+            yield AddedStorage(size[forward[-1]], self._spans[forward[-1]][1], self.graph.forward_end - 1, -1)
         backward = [unit for unit in self._backward_spans if unit in forward]
         if backward and (begin := self._backward_spans[backward[0]][0]) > self.graph.forward_end:
-            yield Added(size[backward[0]], self.graph.forward_end, begin - 1, -1)
+            yield AddedStorage(size[backward[0]], self.graph.forward_end, begin - 1, -1)
         for unit, ahead in itertools.zip_longest(backward, backward[1:]):
-            yield Added(size[unit] + size.get(ahead or "", 0), *self._backward_spans[unit], -1)
+            yield AddedStorage(size[unit] + size.get(ahead or "", 0), *self._backward_spans[unit], -1)
         if ROOT in size:
-            yield Added(size[ROOT], 0, self.graph.backward_end - 1, 0)
+            yield AddedStorage(size[ROOT], 0, self.graph.backward_end - 1, 0)
 
-    def _gradients(self) -> Iterator[Added]:  # Rule 3
+    def _gradients(self) -> Iterator[AddedStorage]:  # Rule 3
         graph = self.graph
         last = graph.op_count - 1
         for unit, members in self.units.items():
@@ -136,9 +136,9 @@ class _Sharding:
                 continue
             first, scattered = self._backward_spans[unit]
             if self.loop.accumulates:  # shards are fixed; the micro-batch's own gradients are whole for a while
-                yield Added(whole, first, scattered, -1, role="gradient")
+                yield AddedStorage(whole, first, scattered, -1, role="gradient")
             else:
-                yield Added(share(whole, self.ranks), scattered, last, -1, role="gradient")
+                yield AddedStorage(share(whole, self.ranks), scattered, last, -1, role="gradient")
 
     @functools.cached_property
     def _spans(self) -> dict[str | None, tuple[int, int, int]]:
@@ -163,7 +163,7 @@ class _Sharding:
 
     # The graph
 
-    def graph_with(self, added: list[Added]) -> Graph:
+    def graph_with(self, added: list[AddedStorage]) -> Graph:
         """Return the graph with `added`, gradients freed when they are scattered, and optimizer temporaries sharded."""
         graph, old = self.graph, self.graph.storages
         size, death = old.size_bytes.copy(), old.death.copy()
@@ -179,7 +179,7 @@ class _Sharding:
         return with_added(dataclasses.replace(graph, storages=kept), added)
 
 
-def with_added(graph: Graph, added: Sequence[Added]) -> Graph:
+def with_added(graph: Graph, added: Sequence[AddedStorage]) -> Graph:
     """Add storages to `graph`."""
     old = graph.storages
     columns: dict[str, Any] = {

@@ -13,7 +13,7 @@ from remat.execution.eager.rewrite import Counts
 from remat.execution.executions import executor
 from remat.execution.planned_forward import OnLarger, PlannedForward
 from remat.workload.replaced_forward import forward_under_plan
-from remat.workload.workload import WITH_STEP, Stepped
+from remat.workload.workload import WITH_STEP, StepModule
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -55,7 +55,7 @@ def apply(
         raise UsageError(f"apply needs a torch.nn.Module, not {type(model).__name__}.")
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
-    if plan.about.get(WITH_STEP) and not isinstance(model, Stepped):
+    if plan.about.get(WITH_STEP) and not isinstance(model, StepModule):
         raise UsageError(
             "the plan is for the model and the step that computes its loss: `step = remat.planned_step(step, plan)`, "
             "and then `loss = step(model, batch)`."

@@ -24,8 +24,8 @@ from remat._torch.training import is_wrapper, without_modes
 
 LONGEST = 4096  # dimension that is summed as a whole; longer ones are split
 SLICES = 32  # slices in which a tensor is multiplied by numbers of its places
-FILLED = 31  # columns at the end of a result that may be unwritten
-_BROKEN = 1e-6  # distance if NaN is involved: the bits of two NaN may differ
+FILLED_COLUMNS = 31  # columns at the end of a result that may be unwritten
+_NAN_DISTANCE = 1e-6  # distance if NaN is involved: the bits of two NaN may differ
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -58,7 +58,7 @@ class Digest:
             return 0.0
         if self.signed is None or other.signed is None or self.shape != other.shape:
             return math.inf
-        written = max(len(self.signed) - (FILLED if self.on_device else 0), 1)
+        written = max(len(self.signed) - (FILLED_COLUMNS if self.on_device else 0), 1)
         one, two = self.signed[:written].double(), other.signed[:written].double()
         known = one.isfinite()
         if not torch.equal(known, two.isfinite()):
@@ -71,7 +71,7 @@ class Digest:
         """Return whether their distance is at most `tolerance`, or both hold non-finite values."""
         apart = self.apart(other)
         is_broken = self.signed is not None and not self.signed.isfinite().all()
-        return apart <= (max(tolerance, _BROKEN) if is_broken else tolerance)
+        return apart <= (max(tolerance, _NAN_DISTANCE) if is_broken else tolerance)
 
     def __str__(self) -> str:
         if self.number is not None:

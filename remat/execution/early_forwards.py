@@ -23,7 +23,7 @@ import torch
 from torch import fx, nn
 
 from remat.capture.anchors import graph_key
-from remat.capture.model_state import GROWN, Appended, ModelState, are_bitwise_equal
+from remat.capture.model_state import GROWN, AppendedLists, ModelState, are_bitwise_equal
 from remat.capture.settling import listed
 from remat.errors import CaptureError
 from remat.evaluation.plan import Plan
@@ -41,7 +41,7 @@ class EarlyForwards:
         self._plan = plan
         self._keys = frozenset(plan.about.get("early_graphs", ()))
         self.carried: dict[str, str] = plan.about.get("carried", {})
-        self._appended: Appended | None = None  # found at the first forward
+        self._appended: AppendedLists | None = None  # found at the first forward
         self.carries_numbers = any(kind != GROWN for kind in self.carried.values())  # also in replaced state
 
     @property
@@ -58,7 +58,7 @@ class EarlyForwards:
         """Return the context of a planned forward: lists that the forward only appends to start empty."""
         if self._appended is None:
             names = self._plan.about.get("appended", ())
-            self._appended = Appended(ModelState(model, data=False) if names else None, names)
+            self._appended = AppendedLists(ModelState(model, data=False) if names else None, names)
         return self._appended.emptied()
 
     def has(self, graph_module: fx.GraphModule) -> bool:

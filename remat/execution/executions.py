@@ -20,7 +20,7 @@ _EXECUTIONS = {
     "modules": ("remat.execution.modules.execution", "remat.execution.modules.regions:PlannedModules"),
 }
 NAMES = tuple(_EXECUTIONS)
-EARLIER = ("inductor", "aot_eager")  # in plans of earlier versions: compiled steps
+EARLIER_EXECUTIONS = ("inductor", "aot_eager")  # in plans of earlier versions: compiled steps
 
 
 def load(name: str) -> Execution:
@@ -43,7 +43,7 @@ def executor(name: str) -> type[PlannedForward]:
 
 def require_known(name: str) -> None:
     """Raise UsageError if there is no execution `name`."""
-    if name in EARLIER:
+    if name in EARLIER_EXECUTIONS:
         raise UsageError(
             f"execution {name!r} is no more: a compiled step is planned where it is compiled. Use "
             "`remat.compile(model, budget=...)` in the training script, without a plan."

@@ -39,7 +39,7 @@ from remat.capture.trl_head import selects_rows
 from remat.capture.written_parameters import WrittenParameters
 from remat.chunking.chunked_loss import Watch
 from remat.errors import FirstStepMismatch, is_out_of_memory
-from remat.evaluation.form import CAPTURED, form_of
+from remat.evaluation.form import CAPTURED_FORM, form_of
 from remat.evaluation.graph import FORWARD_ALONE, OPTIMIZER_STATE
 from remat.evaluation.plan import Plan
 from remat.execution.digests import Digest, digest_of
@@ -62,7 +62,7 @@ class _HeadReached(BaseException):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Seen:
+class _Observation:
     """Digests of a forward's outputs, of the buffers that it left and of the heads' inputs, and the parameters reached.
 
     A forward that ended in front of a head has the digests of the heads' inputs alone.
@@ -140,7 +140,7 @@ class FirstStep:
         about = self._plan.about
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         by_trl = bool(about.get("opaque_functions")) and device.type == "cuda" and selects_rows(device)
-        return self._form != CAPTURED or bool(about.get("traced_branches")) or by_trl
+        return self._form != CAPTURED_FORM or bool(about.get("traced_branches")) or by_trl
 
     # The untouched forward (Rule 1)
 
@@ -178,7 +178,7 @@ class FirstStep:
         """
         needed_bytes = self._plan.about.get(FORWARD_ALONE)
         if needed_bytes is None:  # a plan from before this was known
-            return self._form == CAPTURED
+            return self._form == CAPTURED_FORM
         there = [*self._model.parameters(), *self._model.buffers()]
         there += [p.grad for p in self._model.parameters() if p.grad is not None]
         planned = self._plan.predicted.get("breakdown", {})
@@ -201,7 +201,7 @@ def _untouched(
     heads: Sequence[nn.Module],
     ends: bool,
     under: Callable[[], contextlib.AbstractContextManager[Any]],
-) -> _Seen:
+) -> _Observation:
     """Run `forward`, digest its results, and restore the model to its state `before`."""
     rows: list[Digest] = []
     learns = under is not torch.no_grad
@@ -213,14 +213,14 @@ def _untouched(
         if ends and len(rows) == len(heads):
             raise _HeadReached
 
-    arguments, parameters = _Given(given), WrittenParameters(model)
+    arguments, parameters = _Arguments(given), WrittenParameters(model)
     handles = [head.register_forward_pre_hook(note) for head in set(heads)]
     try:
         with without_cache(model), under(), parameters:
             args, kwargs = arguments.copied()
             return _seen(model, forward(*args, **kwargs), rows, reached=torch.is_grad_enabled())
     except _HeadReached:
-        return _Seen({}, rows, None)
+        return _Observation({}, rows, None)
     finally:
         for handle in handles:
             handle.remove()
@@ -239,7 +239,7 @@ def _give_back() -> None:
         torch.cuda.empty_cache()
 
 
-def _again(model: nn.Module, before: ModelState, run: Callable[[], _Seen]) -> _Seen:
+def _again(model: nn.Module, before: ModelState, run: Callable[[], _Observation]) -> _Observation:
     """Run `run` from the model state `before`, then restore the present state."""
     after = ModelState(model)
     before.put_back()
@@ -249,7 +249,7 @@ def _again(model: nn.Module, before: ModelState, run: Callable[[], _Seen]) -> _S
         after.put_back()
 
 
-class _Given:
+class _Arguments:
     """The arguments of a forward, which may write into them."""
 
     def __init__(self, given: Any):
@@ -288,11 +288,13 @@ def _saving_nothing() -> contextlib.AbstractContextManager[Any]:
     return saved_tensors_hooks(lambda tensor: None, refuse)
 
 
-def _seen(model: nn.Module, outputs: Any, heads: Sequence[Digest], *, reached: bool) -> _Seen:
+def _seen(model: nn.Module, outputs: Any, heads: Sequence[Digest], *, reached: bool) -> _Observation:
     named = [(name, tensor) for name, tensor in output_tensors(outputs) if tensor.is_floating_point()]
     values = {name: digest_of(tensor, signed=True) for name, tensor in named}
     values |= {f"buffer {name}": digest_of(buffer, signed=True) for name, buffer in model.named_buffers()}
-    return _Seen(values, list(heads), parameters_reached(model, [tensor for _, tensor in named]) if reached else None)
+    return _Observation(
+        values, list(heads), parameters_reached(model, [tensor for _, tensor in named]) if reached else None
+    )
 
 
 def _of_rows(rows: Tensor) -> Digest:
@@ -310,11 +312,11 @@ def _of_rows(rows: Tensor) -> Digest:
 class _ForwardComparison:
     """The expected results of the forward without the plan, a way to run it again, and the tolerance."""
 
-    expected: _Seen
-    run_again: Callable[[], _Seen]
+    expected: _Observation
+    run_again: Callable[[], _Observation]
     near: float
 
-    def require(self, found: _Seen, *, may_round: bool) -> None:
+    def require(self, found: _Observation, *, may_round: bool) -> None:
         """Raise FirstStepMismatch if `found` differs."""
         allowed = dict.fromkeys(found.values, self.near if may_round else 0.0)
         differ = self._different(found, allowed, self.near if may_round else 0.0)
@@ -331,7 +333,7 @@ class _ForwardComparison:
             f"The plan does not announce that, and training would go on with wrong numbers. {REMEDY}"
         )
 
-    def _different(self, found: _Seen, allowed: Mapping[str, float], of_heads: float) -> list[str]:
+    def _different(self, found: _Observation, allowed: Mapping[str, float], of_heads: float) -> list[str]:
         """List in words the results that differ from those expected."""
         said = [
             f"{name} is {found.values[name]}, and without the plan {value}"

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from remat.errors import PlanMismatch
-from remat.evaluation.form import CAPTURED, form_of
+from remat.evaluation.form import CAPTURED_FORM, form_of
 from remat.evaluation.forwards import Forward, forwards_of
 from remat.evaluation.plan import Plan
 from remat.units import gib
@@ -27,7 +27,7 @@ from remat.workload.passes import Pass
 from remat.workload.replaced_forward import ReplacedForward
 
 
-class Planned(Protocol):
+class StepForward(Protocol):
     """The forward under a plan that the forwards of a step call."""
 
     plan: Plan
@@ -47,7 +47,7 @@ class ModuleForward:
     fits     whether a graph of it was the planned one
     """
 
-    def __init__(self, planned: Planned, path: str, module: nn.Module):
+    def __init__(self, planned: StepForward, path: str, module: nn.Module):
         self.planned, self.path, self.module = planned, path, module
         self.replaced = ReplacedForward(module)
         self.settled = self.fits = False
@@ -79,7 +79,7 @@ class ModuleForward:
         return forward
 
 
-def modules_of(planned: Planned, model: nn.Module) -> list[ModuleForward]:
+def modules_of(planned: StepForward, model: nn.Module) -> list[ModuleForward]:
     """List the forwards of modules of `model` that the planned step calls in place of the model itself.
 
     Raises PlanMismatch if `model` has no such module.
@@ -99,7 +99,7 @@ def modules_of(planned: Planned, model: nn.Module) -> list[ModuleForward]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Now:
+class CurrentForward:
     """The forward of the plan that a call runs.
 
     number   its number in the plan      begins  whether a step begins with it
@@ -150,7 +150,7 @@ class StepForwards:
         """Return whether the step calls the module at `path`."""
         return any(forward.module == path for forward in self.planned)
 
-    def now(self, path: str) -> Now:
+    def now(self, path: str) -> CurrentForward:
         """Return the planned forward for a call of the module at `path`. Raises PlanMismatch if there is none."""
         if self.counted.is_over(len(self.planned)):
             self._begin()
@@ -163,7 +163,7 @@ class StepForwards:
             )
         later = next((number for number in here if number >= self.counted.next), None)
         number = here[-1] if later is None else later
-        return Now(number, self.planned[number], begins=not self.counted.count, repeats=later is None)
+        return CurrentForward(number, self.planned[number], begins=not self.counted.count, repeats=later is None)
 
     def _begin(self) -> None:
         """Begin a step; or continue it, if the planned step also has a backward or drops forwards here."""
@@ -172,7 +172,7 @@ class StepForwards:
         else:
             self.counted.begin()
 
-    def returned(self, now: Now, outputs: Any) -> None:
+    def returned(self, now: CurrentForward, outputs: Any) -> None:
         """Note that the forward `now` has returned `outputs`."""
         self.counted.next = now.number + 1
         self.counted.add(outputs)
@@ -187,11 +187,11 @@ class StepForwards:
             "trained on under torch.no_grad(), or make a plan for a step that calls the model as often."
         )
 
-    def traced_with(self, now: Now) -> int:
+    def traced_with(self, now: CurrentForward) -> int:
         """Return the number of the first forward with the same traces as `now`."""
         return self._traced_with[now.number]
 
-    def call_as_planned(self, now: Now, call: int) -> int:
+    def call_as_planned(self, now: CurrentForward, call: int) -> int:
         """Return the number under which planning first saw the graph of graph call `call` of `now`."""
         return call - now.forward.first + self.planned[now.forward.like].first
 
@@ -201,7 +201,7 @@ def _traced_with(plan: Plan, forwards: Sequence[Forward]) -> list[int]:
 
     Where parts run in slices or fused, which parts depends on the forward that a graph was first seen in.
     """
-    if form_of(plan.about) != CAPTURED:
+    if form_of(plan.about) != CAPTURED_FORM:
         return [forward.like for forward in forwards]
     identities = plan.identities or plan.fingerprints
     keys = [(f.module, identities[f.first : f.first + f.calls], dict(f.masks)) for f in forwards]

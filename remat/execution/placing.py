@@ -25,7 +25,7 @@ from remat.capture.anchors import Reading, identity_of, module_path, read
 from remat.capture.nodes import called, captured_nodes
 from remat.errors import PlanMismatch
 from remat.evaluation.graph import fingerprint
-from remat.evaluation.identity import Difference, Fit, Places, Unlike, compare, position_of
+from remat.evaluation.identity import Difference, Fit, GraphMismatch, Places, compare, position_of
 from remat.evaluation.plan import Plan
 from remat.execution.eager.offloading import CallOffloads, offloads_in
 from remat.execution.eager.rewrite import CallRegion
@@ -43,16 +43,16 @@ class Placer:
     def call_count(self) -> int:
         return len(self._plan.fingerprints)
 
-    def fit(self, call: int, graph_module: fx.GraphModule, *, same_shapes: bool = False) -> Fit | Unlike:
+    def fit(self, call: int, graph_module: fx.GraphModule, *, same_shapes: bool = False) -> Fit | GraphMismatch:
         """Find the nodes of graph call number `call` of the plan in `graph_module`."""
         nodes = len(captured_nodes(graph_module))
         if call >= self.call_count:
-            return Unlike(call, nodes)
+            return GraphMismatch(call, nodes)
         if not self._plan.identities:
             is_same = fingerprint_of(graph_module) == self._plan.fingerprints[call]
-            return Fit(tuple(range(nodes)), nodes) if is_same else Unlike(call, nodes)
+            return Fit(tuple(range(nodes)), nodes) if is_same else GraphMismatch(call, nodes)
         fit = compare(self._plan.identities[call], identity_of(graph_module), same_shapes=same_shapes)
-        return Unlike(call, nodes, fit) if isinstance(fit, Difference) else fit
+        return GraphMismatch(call, nodes, fit) if isinstance(fit, Difference) else fit
 
     def fits_some(self, graph_module: fx.GraphModule) -> bool:
         """Return whether `graph_module` is the graph of any graph call of the plan."""
@@ -70,7 +70,7 @@ class Placer:
         """Return the regions of graph call `call` in `graph_module`. Raises PlanMismatch if it is another graph."""
         regions = self._planned.get(call, ())
         fit = self.fit(call, graph_module)
-        if isinstance(fit, Unlike):
+        if isinstance(fit, GraphMismatch):
             raise PlanMismatch(f"another graph than planned for {fit}; make a plan for this model.")
         if not regions or not self._plan.identities:
             return regions
@@ -82,7 +82,7 @@ class Placer:
     def offloads(self, call: int, graph_module: fx.GraphModule) -> CallOffloads:
         """Return the offloads of graph call `call` in `graph_module`. Raises PlanMismatch if a node is missing."""
         fit = self.fit(call, graph_module)
-        if isinstance(fit, Unlike):
+        if isinstance(fit, GraphMismatch):
             raise PlanMismatch(f"another graph than planned for {fit}; make a plan for this model.")
         if not self._plan.identities or fit.is_exact:
             return offloads_in(call, self._plan.offloads)

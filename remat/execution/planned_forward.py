@@ -27,7 +27,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from remat._torch.dynamo import frames_traced
-from remat.capture.attention_masks import PADDING, Masks, takes_mask
+from remat.capture.attention_masks import PADDED_BATCH, Masks, takes_mask
 from remat.capture.circumstances import differences, given_to, hooked, state_of, versions, without_shapes
 from remat.capture.dynamo import (
     GraphCalls,
@@ -38,12 +38,12 @@ from remat.capture.dynamo import (
 )
 from remat.capture.eager_answers import Answers
 from remat.capture.model_state import ModelState
-from remat.capture.settling import Unsettled, install_recording_hooks
+from remat.capture.settling import UnsettledForward, install_recording_hooks
 from remat.chunking.chunk import chunked_losses, chunked_rows
 from remat.chunking.chunked_loss import Watch
 from remat.chunking.chunked_rows import RowsWatch
 from remat.errors import CaptureError, PlanMismatch, is_out_of_memory
-from remat.evaluation.form import CAPTURED, form_of
+from remat.evaluation.form import CAPTURED_FORM, form_of
 from remat.evaluation.forwards import EVALUATES, PASSES
 from remat.evaluation.identity import Fit
 from remat.evaluation.plan import Plan
@@ -51,7 +51,7 @@ from remat.execution.eager.rewrite import Counts, RegionWatch
 from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.execution.early_forwards import EarlyForwards, complete
 from remat.execution.first_step import FirstStep, in_own_containers
-from remat.execution.forwards import ModuleForward, Now, StepForwards, holds, modules_of
+from remat.execution.forwards import CurrentForward, ModuleForward, StepForwards, holds, modules_of
 from remat.execution.optimizer_as_planned import unlike_planned
 from remat.execution.placing import Placer
 from remat.execution.second_step import SMALL_CHANGE, SecondStep
@@ -70,7 +70,7 @@ OnLarger = Literal["warn", "refuse"]
 MANY_TRACES = 16
 
 # Attributes in copies and pickles of a planned forward.
-_LASTING = (
+_COPIED_ATTRIBUTES = (
     "model",
     "plan",
     "on_larger",
@@ -89,7 +89,7 @@ _NOT_COMPILED = (
 )
 
 
-UNPACKED = (
+UNPACKED_BATCH = (
     "each row of this batch holds one sequence, and the plan is for packed rows: attention takes an explicit mask, "
     "and none without the plan. This is correct and needs no more memory, but losses are not bitwise those without the "
     "plan. For bitwise losses leave such batches out."
@@ -160,7 +160,9 @@ class PlannedForward(UnderPlan):
 
     def _count_forwards(self) -> None:
         self.forwards, self._at = StepForwards(self.plan), self._root
-        self._now = Now(0, self.forwards.planned[0], begins=True, repeats=False)  # the forward that is running
+        self._now = CurrentForward(
+            0, self.forwards.planned[0], begins=True, repeats=False
+        )  # the forward that is running
 
     def _rewritten(self, **options: Any) -> RewrittenCalls:
         placer = self._placer
@@ -339,13 +341,13 @@ class PlannedForward(UnderPlan):
         if self._at.settled or is_late or not self._early.may_complete:
             return
         self._before = self._before or ModelState(self.model)
-        raise Unsettled("the model may not be complete before its first forward.")
+        raise UnsettledForward("the model may not be complete before its first forward.")
 
     def _traced(self, **given: Any) -> GraphCalls:
         """Trace the forward under the plan's answers and masks."""
         traced = self.plan.about.get("traced_branches")
         answers = None if traced is None else Answers(traced, self.plan.about.get("opaque_functions", ()))
-        change = None if form_of(self.plan.about) == CAPTURED else self._formed
+        change = None if form_of(self.plan.about) == CAPTURED_FORM else self._formed
         given = {"opens_numbers": self._early.carries_numbers, **given, "under": self._at.path}
         return GraphCalls(self.original, answers=answers, planned=self._planned_masks, change=change, **given)
 
@@ -393,7 +395,7 @@ class PlannedForward(UnderPlan):
 
     def _run(self, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
         known, traced, self._mismatch, self._is_early = len(self._fitting), frames_traced(), None, False
-        unsettled: Unsettled | None = None
+        unsettled: UnsettledForward | None = None
         self._running, graphs.first = graphs, self._now.forward.first
         may_complete = self._early.may_complete and not (self._at.settled or self._at.fits)
         self._before = ModelState(self.model) if may_complete else None
@@ -406,7 +408,7 @@ class PlannedForward(UnderPlan):
                 self._early.appended_in(self.model),
             ):
                 result = graphs(*args, **kwargs)
-        except Unsettled as error:
+        except UnsettledForward as error:
             unsettled = error
         except Exception as error:
             if frames_traced() > traced:
@@ -431,12 +433,12 @@ class PlannedForward(UnderPlan):
             if self._more:
                 self._not_as_planned("more", self._more, frames=9)
         if self._is_unpacked:
-            self._warn("unpacked", UNPACKED, 9)
+            self._warn("unpacked", UNPACKED_BATCH, 9)
         self._note_outputs(result, args, kwargs)
         self.forwards.returned(self._now, result)
         return result
 
-    def _run_completed(self, unsettled: Unsettled, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
+    def _run_completed(self, unsettled: UnsettledForward, graphs: GraphCalls, args: Any, kwargs: Any) -> Any:
         """Run `_run`, after the model's own forward has had the chance to complete the model."""
         assert self._before is not None
         try:
@@ -583,7 +585,7 @@ class PlannedForward(UnderPlan):
                 "whose batch has them"
             )
         if seen.padded and not planned.padded:
-            return PADDING
+            return PADDED_BATCH
         if seen.ones and not (planned.ones or planned.padded) and takes_mask(graph_module):
             return (
                 "this batch has an attention mask, and the plan is for batches without; this model uses it, though it "
@@ -760,7 +762,7 @@ class PlannedForward(UnderPlan):
     # Copies and pickles hold the model and the plan; graphs are traced again.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _LASTING}
+        return {name: getattr(self, name) for name in _COPIED_ATTRIBUTES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -12,7 +12,7 @@ from remat.errors import UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
 from remat.execution.planned_forward import OnLarger
-from remat.workload.workload import WITH_STEP, Step, Stepped
+from remat.workload.workload import WITH_STEP, Step, StepModule
 
 
 def planned_step(
@@ -61,7 +61,7 @@ class PlannedStep:
     def __init__(self, step: Step, plan: Plan, on_larger: OnLarger, verify_first_step: bool):
         self.step, self.plan = step, plan
         self._options: dict[str, Any] = {"on_larger": on_larger, "verify_first_step": verify_first_step}
-        self._known: dict[int, Stepped] = {}  # by the id of a model, which is kept
+        self._known: dict[int, StepModule] = {}  # by the id of a model, which is kept
 
     def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss."""
@@ -70,7 +70,7 @@ class PlannedStep:
         loss: torch.Tensor = stepped(batch)
         return loss
 
-    def of(self, model: nn.Module) -> Stepped:
+    def of(self, model: nn.Module) -> StepModule:
         """Return `model` and the step as one module with the plan in it."""
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise UsageError(
@@ -78,5 +78,5 @@ class PlannedStep:
                 "traced with it. Plan the model's forward, and apply that plan before the model is wrapped."
             )
         if id(model) not in self._known:
-            self._known[id(model)] = apply(Stepped(model, self.step), self.plan, **self._options)
+            self._known[id(model)] = apply(StepModule(model, self.step), self.plan, **self._options)
         return self._known[id(model)]

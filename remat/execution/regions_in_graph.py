@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from remat.capture.circumstances import differences
 from remat.errors import PlanMismatch
 from remat.evaluation.graph import Graph
-from remat.evaluation.identity import Difference, Fit, Places, Unlike, compare, position_of
+from remat.evaluation.identity import Difference, Fit, GraphMismatch, Places, compare, position_of
 from remat.evaluation.plan import Plan, Region, RegionRef
 from remat.formulation.search_space import legal_cuts
 
@@ -15,7 +15,7 @@ from remat.formulation.search_space import legal_cuts
 def require_regions_in(plan: Plan, graph: Graph) -> tuple[Region, ...]:
     """Return the regions of `plan` in a step recorded here. Raises PlanMismatch if it is another model's."""
     regions = regions_in(plan, graph)
-    if isinstance(regions, Unlike):
+    if isinstance(regions, GraphMismatch):
         said = [f"{regions}", *differences(plan.about, graph.about)]
         raise PlanMismatch(
             f"the plan was made for {plan.about.get('workload')!r}, whose graph differs from that of "
@@ -24,10 +24,10 @@ def require_regions_in(plan: Plan, graph: Graph) -> tuple[Region, ...]:
     return regions
 
 
-def regions_in(plan: Plan, graph: Graph) -> tuple[Region, ...] | Unlike:
+def regions_in(plan: Plan, graph: Graph) -> tuple[Region, ...] | GraphMismatch:
     """Return the regions of `plan` in a step recorded here, or why it is another model's."""
     found = _fits(plan, graph)
-    if isinstance(found, Unlike):
+    if isinstance(found, GraphMismatch):
         return found
     cuts = frozenset(legal_cuts(graph)) if not plan.is_of_modules else None
     return tuple(_placed_in(region, graph, found, cuts) for region in plan.regions)
@@ -36,25 +36,25 @@ def regions_in(plan: Plan, graph: Graph) -> tuple[Region, ...] | Unlike:
 def places_in(plan: Plan, graph: Graph) -> Places:
     """Find the nodes of `plan` in a step that has its regions."""
     found, cuts = _fits(plan, graph), frozenset(legal_cuts(graph))
-    assert not isinstance(found, Unlike)
+    assert not isinstance(found, GraphMismatch)
     moved = {call: fit for call, fit in enumerate(found) if not fit.is_exact}
     here = {call: _cuts_here(graph.call_nodes[call], cuts) for call in moved}
     return Places(moved, here, frozenset((region.call, region.first.ordinal) for region in plan.regions))
 
 
-def _fits(plan: Plan, graph: Graph) -> list[Fit] | Unlike:
+def _fits(plan: Plan, graph: Graph) -> list[Fit] | GraphMismatch:
     """Find the nodes of each graph call."""
     if len(graph.call_nodes) != len(plan.fingerprints):
-        return Unlike(min(len(graph.call_nodes), len(plan.fingerprints)), len(graph.nodes))
+        return GraphMismatch(min(len(graph.call_nodes), len(plan.fingerprints)), len(graph.nodes))
     if not plan.identities or not graph.identities:
         if graph.fingerprints != plan.fingerprints:
-            return Unlike(0, len(graph.nodes))
+            return GraphMismatch(0, len(graph.nodes))
         return [Fit(tuple(range(len(m))), len(m)) for m in graph.call_nodes]
     same_shapes = plan.about.get("batch") == graph.about.get("batch")
     fits = [compare(a, b, same_shapes=same_shapes) for a, b in zip(plan.identities, graph.identities, strict=True)]
     for call, fit in enumerate(fits):
         if isinstance(fit, Difference):
-            return Unlike(call, len(graph.call_nodes[call]), fit)
+            return GraphMismatch(call, len(graph.call_nodes[call]), fit)
     return [fit for fit in fits if isinstance(fit, Fit)]
 
 

@@ -9,7 +9,7 @@ import dataclasses
 
 from remat.evaluation.plan import Region
 
-BEFORE = -1  # a source before all segments
+BEFORE_SEGMENTS = -1  # a source before all segments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +108,9 @@ class SharedStorage:
     segment  the segment that makes it
     sites    segments with a reason to keep it, ascending
     packed   sites at which autograd saves it, if they are plain
-    taken    (source, site): a region that holds `site` but starts after `source` takes it as an input; with `BEFORE`
-             for the source every region that holds `site` keeps it: there a node makes it that decides
+    taken    (source, site): a region that holds `site` but starts after `source` takes it as an input; with
+             `BEFORE_SEGMENTS` for the source every region that holds `site` keeps it: there a node makes it that
+             decides
     saver    the node that makes it, if saving that node saves it
     death    last operator of its local life
     """
@@ -132,7 +133,7 @@ class SharedStorage:
     @property
     def is_decided(self) -> bool:
         """Whether every region around the node that makes it keeps it."""
-        return any(source == BEFORE for source, _ in self.taken)
+        return any(source == BEFORE_SEGMENTS for source, _ in self.taken)
 
     @property
     def crosses(self) -> bool:

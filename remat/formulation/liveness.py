@@ -15,7 +15,7 @@ import numpy as np
 from remat.costing.costs import Costs
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
-from remat.formulation.choices import BEFORE, SharedStorage
+from remat.formulation.choices import BEFORE_SEGMENTS, SharedStorage
 from remat.formulation.search_space import Space
 
 NS = 1000  # nanoseconds in a microsecond: objectives are integers
@@ -86,7 +86,7 @@ class Liveness:
                         taken.setdefault(storage, set()).add((int(segment[source]), int(segment[i])))
         for node in graph.deciding:  # a region that makes it keeps it like one that takes it
             for storage in self.memory.allocated[node].tolist():
-                taken.setdefault(storage, set()).add((BEFORE, int(segment[node])))
+                taken.setdefault(storage, set()).add((BEFORE_SEGMENTS, int(segment[node])))
         return packed, taken
 
     @functools.cached_property

@@ -30,7 +30,7 @@ MANY_LAYERS = 3
 MOST_SEGMENTS = 200
 SMALLEST_SEGMENT = 0.05  # of the average traffic: smaller ones are merged into a neighbour
 FEWEST_SEGMENTS = 4
-_NESTING = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
+_VMAP_NESTING = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
 MOST_INTERVALS = 100_000  # of segments that may be a region: beyond that, the length of a region is limited ...
 SHORTEST_LIMIT = 60  # ... to no less than this
 
@@ -201,7 +201,7 @@ def _in_no_region(graph: Graph) -> set[int]:
 
 def _mapped(graph: Graph) -> list[int]:
     """Return the number of `torch.vmap` around every node."""
-    return list(itertools.accumulate(_NESTING.get(node.op, 0) for node in graph.nodes))
+    return list(itertools.accumulate(_VMAP_NESTING.get(node.op, 0) for node in graph.nodes))
 
 
 def asked_by_all(graph: Graph) -> set[int]:

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from remat._torch.training import without_modes
 from remat.capture.nodes import autocast, bracket_of, called, captured_nodes
 from remat.capture.writing import storages, written_storages
-from remat.fusion.groups import RULED
+from remat.fusion.groups import GROUPABLE
 
 OF_WEIGHTS = {"linear": 0, "addmm": 1}  # products with a weight, and which argument is the activation
 OF_ACTIVATIONS = {"matmul": 2, "bmm": 2, "scaled_dot_product_attention": 3}  # ... with none, and of how many
@@ -34,7 +34,7 @@ def with_casts(graph_module: fx.GraphModule) -> fx.GraphModule:
     cast_for: dict[tuple[fx.Node, int], fx.Node] = {}  # (product, position of an argument) -> the cast
     readers: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
     nodes = captured_nodes(graph_module)
-    written = written_storages(nodes, RULED)
+    written = written_storages(nodes, GROUPABLE)
     context = dict(zip(nodes, itertools.accumulate(abs(bracket_of(node)) for node in nodes), strict=True))
     for node in nodes:
         for position, given in _activations(node):

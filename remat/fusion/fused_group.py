@@ -16,7 +16,7 @@ from remat._torch.training import fakes_are_on
 from remat.errors import CaptureError, RematError
 from remat.fusion.kernels import are_interpreted, empty, layout_of
 from remat.fusion.lowering import Lowered, lower, lower_open
-from remat.fusion.open_sizes import Described, are_open, opened, with_open_rows
+from remat.fusion.open_sizes import InputSizes, are_open, opened, with_open_rows
 
 MANY_SHAPES = 16
 
@@ -27,7 +27,7 @@ _OPEN: dict[tuple[Any, ...], list[Lowered | None]] = {}  # None: torch cannot
 
 
 @dataclasses.dataclass(frozen=True)
-class Ran:
+class GroupRun:
     """One run of a group, forward and backward.
 
     autocast   its dtype in forward
@@ -49,7 +49,7 @@ class GroupWatch:
     on_run  called in backward with a group and its run, if it is set when forward runs
     """
 
-    on_run: Callable[[FusedGroup, Ran], None] | None = None
+    on_run: Callable[[FusedGroup, GroupRun], None] | None = None
 
 
 class FusedGroup:
@@ -67,7 +67,7 @@ class FusedGroup:
         module: fx.GraphModule,
         text: str,
         may_share: Sequence[int] = (),
-        inputs: Sequence[Described] = (),
+        inputs: Sequence[InputSizes] = (),
         by_row: Sequence[bool] = (),
     ):
         self.module, self.text, self.may_share = module, text, tuple(may_share)
@@ -86,8 +86,10 @@ class FusedGroup:
             results = _Fused.apply(lowered, told, *(value for value in given if isinstance(value, Tensor)))
         return results[0] if len(results) == 1 else results
 
-    def _tell(self, on_run: Callable[[FusedGroup, Ran], None], autocast: Any, given: Sequence[Any], *rest: Any) -> None:
-        on_run(self, Ran(autocast, given, *rest))
+    def _tell(
+        self, on_run: Callable[[FusedGroup, GroupRun], None], autocast: Any, given: Sequence[Any], *rest: Any
+    ) -> None:
+        on_run(self, GroupRun(autocast, given, *rest))
 
     def lowered(self, *given: Any) -> Lowered | None:
         """Lower the group for inputs like `given`, under the current autocast.

@@ -45,7 +45,7 @@ VIEWS = _names("""
     view reshape flatten unflatten transpose permute unsqueeze squeeze expand getitem chunk split t view_as reshape_as
     expand_as movedim swapaxes narrow select
 """)
-RULED = POINTWISE | REDUCING | VIEWS
+GROUPABLE = POINTWISE | REDUCING | VIEWS
 MAY_VIEW = VIEWS | {"to", "double", "autocast", "contiguous"}  # their result may be their input
 COMPOSITE = frozenset({"cross_entropy", "normalize", "rms_norm"})
 MOST_MEMBERS = 100
@@ -88,7 +88,7 @@ class _Finder:
     def __init__(self, nodes: list[fx.Node]):
         self._nodes = nodes
         self._order = {node: i for i, node in enumerate(nodes)}
-        self._written = written_storages(nodes, RULED)
+        self._written = written_storages(nodes, GROUPABLE)
         self._group_of: dict[fx.Node, Group] = {}
         self._open: set[Group] = set()
 
@@ -157,7 +157,7 @@ class _Finder:
     def _is_maker(self, node: fx.Node) -> bool:
         """Return whether a node makes a value in a group, by Rules 1 and 5."""
         name, value = canonical(called(node)), _value(node)
-        if name not in RULED or not isinstance(value, torch.Tensor) or not value.requires_grad:
+        if name not in GROUPABLE or not isinstance(value, torch.Tensor) or not value.requires_grad:
             return False
         given, made = storages(node.all_input_nodes), storages(node)
         if not made.isdisjoint(given) or not (made | given).isdisjoint(self._written):

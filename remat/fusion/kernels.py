@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from remat._torch.inductor import Waiting, compiled
+from remat._torch.inductor import PendingKernels, compiled
 from remat._torch.training import without_modes
 from remat.errors import RematError
 from remat.fusion.generated_code import without_kernels
@@ -75,7 +75,9 @@ class Kernel:
     given: tuple[Layout, ...]
     made: tuple[Layout, ...]
     open: tuple[Any, ...] = ()
-    _begun: tuple[Callable[[list[Any]], Any], Waiting] | Exception | None = dataclasses.field(default=None, init=False)
+    _begun: tuple[Callable[[list[Any]], Any], PendingKernels] | Exception | None = dataclasses.field(
+        default=None, init=False
+    )
 
     @staticmethod
     def of(graph: fx.GraphModule) -> Kernel:
@@ -100,7 +102,7 @@ class Kernel:
         """Begin to compile it, beside others."""
         is_new = self._begun is None and "_compiled" not in vars(self)
         if is_new and not _is_interpreted and self.given and self.given[0][-1] == "cpu":
-            waiting = Waiting()
+            waiting = PendingKernels()
             try:
                 with waiting.instead():
                     self._begun = self._by_inductor(), waiting

@@ -36,10 +36,10 @@ class Sizes:
     stride: tuple[sympy.Expr, ...]
 
 
-Described: TypeAlias = Sizes | sympy.Expr | tuple[sympy.Expr, ...] | None  # a tensor, a number, some, anything else
+InputSizes: TypeAlias = Sizes | sympy.Expr | tuple[sympy.Expr, ...] | None  # a tensor, a number, some, anything else
 
 
-def described(value: Any) -> Described:
+def described(value: Any) -> InputSizes:
     """Describe an input of a captured graph."""
     if isinstance(value, Tensor):
         return Sizes(tuple(map(expression_of, value.shape)), tuple(map(expression_of, value.stride())))
@@ -48,7 +48,7 @@ def described(value: Any) -> Described:
     return expression_of(value) if isinstance(value, (int, torch.SymInt)) else None
 
 
-def with_open_rows(given: Sequence[Any], by_row: Sequence[bool]) -> list[Described]:
+def with_open_rows(given: Sequence[Any], by_row: Sequence[bool]) -> list[InputSizes]:
     """Open the number of rows of the inputs that have rows, `by_row`."""
     rows = sympy.Symbol("rows")
     found = []
@@ -60,7 +60,7 @@ def with_open_rows(given: Sequence[Any], by_row: Sequence[bool]) -> list[Describ
     return found
 
 
-def are_open(inputs: Sequence[Described]) -> bool:
+def are_open(inputs: Sequence[InputSizes]) -> bool:
     """Return whether a size of a tensor among `inputs` is open."""
     return any(isinstance(each, Sizes) and any(size.free_symbols for size in each.shape) for each in inputs)
 
@@ -107,7 +107,7 @@ class OpenInputs:
         return mode, symbols, found
 
 
-def opened(inputs: Sequence[Described], given: Sequence[Any]) -> OpenInputs | None:
+def opened(inputs: Sequence[InputSizes], given: Sequence[Any]) -> OpenInputs | None:
     """Return a group's inputs with the sizes open that `inputs` mark; None if their layout differs."""
     sizes: dict[sympy.Expr, int] = {}
     for each, value in zip(inputs, given, strict=True):

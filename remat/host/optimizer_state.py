@@ -12,7 +12,7 @@ Rule 4  A place on the host belongs to one tensor of the state. A tensor that ot
         place of its own, so a `state_dict` that was taken before stays what it was.
 
 An optimizer goes over `self.param_groups` once a step. A hook before the step hands its function another `self`: the
-same optimizer in all but one thing, its groups come part by part (`Stepping`). So hooks, closures, schedulers and
+same optimizer in all but one thing, its groups come part by part (`OptimizerView`). So hooks, closures, schedulers and
 gradient scalers see the optimizer as it is, and nothing has to be put back after a step that fails.
 
 The state moves once an optimizer step, whatever the number of micro-batches (Rajbhandari et al. 2021, ZeRO-Infinity,
@@ -96,7 +96,7 @@ class _OnHost:
 
 
 @dataclasses.dataclass(eq=False)
-class _Moving:
+class _MovingState:
     """A state tensor that is moving, with all of its storage on the device."""
 
     parameter: nn.Parameter
@@ -115,7 +115,7 @@ class _Part:
     group: dict[str, Any]
     parameters: list[nn.Parameter]
     following: _Part | None = None
-    arriving: list[_Moving] | None = None
+    arriving: list[_MovingState] | None = None
 
 
 class OffloadedState:
@@ -132,7 +132,7 @@ class OffloadedState:
         self._copies: dict[torch.device, Copies] = {}
         self._on_host: dict[nn.Parameter, dict[str, _OnHost]] = {}
         self._brought: dict[tuple[nn.Parameter, str], Tensor] = {}  # tensors in the state that were fetched
-        self._leaving: list[_Moving] = []
+        self._leaving: list[_MovingState] = []
         self._parts: list[_Part] = []
         self._reference = weakref.ref(optimizer)
         optimizer.register_step_pre_hook(self._begin)
@@ -167,7 +167,7 @@ class OffloadedState:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise UsageError("a step whose state is on the host cannot be captured in a CUDA graph.")
         self._stop()  # of a step that failed
-        return (Stepping(optimizer, lambda: _Stream(self.stream())), *args[1:]), kwargs
+        return (OptimizerView(optimizer, lambda: _Stream(self.stream())), *args[1:]), kwargs
 
     def stream(self) -> Iterator[dict[str, Any]]:
         """Yield the optimizer's groups part by part, each with its state on the device."""
@@ -276,9 +276,9 @@ class OffloadedState:
                     other.parameter is parameter and other.name == name for other in part.arriving
                 ):
                     flat = copies.room_for(each.shown.numel(), each.shown.dtype, parameter.device)
-                    part.arriving.append(_Moving(parameter, name, flat, copies.back(each.host, 0, flat)))
+                    part.arriving.append(_MovingState(parameter, name, flat, copies.back(each.host, 0, flat)))
 
-    def _send(self, parameter: nn.Parameter, name: str, value: Tensor) -> _Moving:
+    def _send(self, parameter: nn.Parameter, name: str, value: Tensor) -> _MovingState:
         """Begin to copy `value` to its former place on the host, or to a new one. (Rule 4)"""
         copies, places = self._copies_on(value.device), self._on_host.setdefault(parameter, {})
         known = places.get(name)
@@ -287,7 +287,7 @@ class OffloadedState:
             known = places[name] = _OnHost(_like(host.view(value.dtype), value), host)
         flat = value.detach().as_strided((value.numel(),), (1,), 0)
         self._optimizer.state[parameter][name] = known.shown
-        return _Moving(parameter, name, flat, copies.out(flat, known.host, 0))
+        return _MovingState(parameter, name, flat, copies.out(flat, known.host, 0))
 
     def _settle(self) -> None:
         """Free the device memory of state that has left."""
@@ -343,7 +343,7 @@ class _Stream:
         return next(self._parts)
 
 
-class Stepping:
+class OptimizerView:
     """The optimizer as its step function sees it: iterating over its groups gives `groups`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: Callable[[], Iterable[dict[str, Any]]]):

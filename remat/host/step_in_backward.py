@@ -39,18 +39,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from remat._torch.training import fakes_are_on, has_scaled
 from remat.errors import UsageError
-from remat.host.optimizer_state import Stepping, offloaded_state, require_steps_by_parameter
+from remat.host.optimizer_state import OptimizerView, offloaded_state, require_steps_by_parameter
 
 BeforeStep = Callable[[nn.Parameter], Any]
-Around = Callable[[nn.Parameter], contextlib.AbstractContextManager[Any]]
+MakeContext = Callable[[nn.Parameter], contextlib.AbstractContextManager[Any]]
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 _stepping: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepInBackward] = weakref.WeakKeyDictionary()
 _TAKES_SCALED = "_step_supports_amp_scaling"  # of an optimizer: a GradScaler calls its step in any case
-_SCALED = (
+_SCALER_REFUSAL = (
     "a GradScaler scales gradients until all are checked, and an optimizer that steps in backward uses them before. "
     "Train in bfloat16, or leave `remat.step_in_backward` out."
 )
-_SUMMED = (
+_DDP_REFUSAL = (
     "DistributedDataParallel sums gradients over ranks, and an optimizer that steps in backward uses those of its own "
     "rank before: ranks would diverge. Leave `remat.step_in_backward` out."
 )
@@ -117,7 +117,7 @@ class StepInBackward:
     def __init__(self, optimizer: torch.optim.Optimizer, before: BeforeStep | None = None):
         require_steps_by_parameter(optimizer, "step in backward")
         self.before = before
-        self.around: Around = _nothing_more
+        self.around: MakeContext = _nothing_more
         self.group_of: dict[int, int] = {}
         self._reference = weakref.ref(optimizer)
         self._function = inspect.unwrap(type(optimizer).step)
@@ -147,7 +147,7 @@ class StepInBackward:
             setattr(optimizer, _TAKES_SCALED, self._took_scaled)
 
     @contextlib.contextmanager
-    def noting(self, around: Around) -> Iterator[None]:
+    def noting(self, around: MakeContext) -> Iterator[None]:
         """Step parameters under `around` while the context is open."""
         before, self.around = self.around, around
         try:
@@ -184,7 +184,7 @@ class StepInBackward:
         ):
             if self.before is not None:
                 self.before(parameter)
-            self._function(Stepping(optimizer, lambda: [alone]))
+            self._function(OptimizerView(optimizer, lambda: [alone]))
         parameter.grad = None
         self._stepped[id(parameter)] = parameter
 
@@ -218,9 +218,11 @@ class StepInBackward:
         for each in _alive(GradScaler, DistributedDataParallel):
             if isinstance(each, GradScaler):
                 if each.is_enabled() and has_scaled(each):
-                    raise UsageError(f"{_SCALED} No weight has changed. If it is another training's, delete it.")
+                    raise UsageError(
+                        f"{_SCALER_REFUSAL} No weight has changed. If it is another training's, delete it."
+                    )
             elif any(id(parameter) in self.group_of for parameter in _summed_by(each)):
-                raise UsageError(f"{_SUMMED} No weight has changed.")
+                raise UsageError(f"{_DDP_REFUSAL} No weight has changed.")
         self._is_alone = True
 
     def _sharing(self) -> list[StepInBackward]:
@@ -230,11 +232,11 @@ class StepInBackward:
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Check the step in backward when `optimizer.step()` begins. (Rule 4)"""
         if getattr(optimizer, "found_inf", None) is not None:
-            raise UsageError(f"{_SCALED} Weights have changed: load the last checkpoint.")
+            raise UsageError(f"{_SCALER_REFUSAL} Weights have changed: load the last checkpoint.")
         if any(parameter.grad is not None for parameter in self._stepped.values()):
             raise UsageError(
                 "parameters that stepped in backward have gradients again, as DistributedDataParallel leaves them. "
-                f"{_SUMMED} Weights have changed: load the last checkpoint."
+                f"{_DDP_REFUSAL} Weights have changed: load the last checkpoint."
             )
         for index, before in self._settings.items():
             now = _settings_of(optimizer.param_groups[index])

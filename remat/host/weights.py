@@ -163,7 +163,7 @@ def spread(layers: list[Layer], count: int) -> list[Layer]:
 # How they move (Rules 2 to 4)
 
 
-class _Moved:
+class _LayerWeights:
     """The weights of a layer: on the host, and on the device for a while.
 
     _memory  for each a tensor of its shape in the device memory that is freed in between
@@ -325,7 +325,7 @@ class HostWeights:
         at = device or chosen[0].weights[0].device
         copies = copies or copies_on(at, shares_host=False)
         self._number = {id(weight): i for i, layer in enumerate(chosen) for weight in layer.weights}
-        self._moved = [_Moved(layer, device, copies) for layer in chosen]
+        self._moved = [_LayerWeights(layer, device, copies) for layer in chosen]
         self._here: list[int] = []
         self._shown: set[int] = set()
         self._used: tuple[int, ...] = ()  # the last layers, the one that computes at the end

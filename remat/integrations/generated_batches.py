@@ -22,7 +22,7 @@ from remat.integrations.one_process import one_process
 
 Batch = dict[str, Any]
 
-_ANSWERED = ("_generate_single_turn", "_get_per_token_logps_and_entropies", "_calculate_rewards")
+_ANSWERED_METHODS = ("_generate_single_turn", "_get_per_token_logps_and_entropies", "_calculate_rewards")
 _MAKES = "_generate_and_score_completions"
 _INSTEAD = "plan with a Workload whose batch is of the longest lengths, and give that plan to RematCallback."
 
@@ -41,7 +41,7 @@ def reward_models(trainer: Any) -> list[nn.Module]:
 def refuse_unknown_batches(trainer: Any) -> None:
     """Raise UsageError for a Trainer that makes batches otherwise than GRPO and RLOO, or from unknown data."""
     name, args = type(trainer).__name__, trainer.args
-    if not all(hasattr(trainer, each) for each in (*_ANSWERED, _MAKES)):
+    if not all(hasattr(trainer, each) for each in (*_ANSWERED_METHODS, _MAKES)):
         raise UsageError(
             f"{name} makes the batches that it trains on in every step, and not as GRPOTrainer does: {_INSTEAD}"
         )
@@ -72,7 +72,7 @@ class GeneratedBatches:
         self.longest = int(stand_in.args.max_completion_length)
         self.waiting = int(stand_in.args.steps_per_generation) - 1
         self._completion = self.longest
-        for name in _ANSWERED:
+        for name in _ANSWERED_METHODS:
             setattr(stand_in, name, getattr(self, name))
 
     def __call__(self, rows: Sequence[Any]) -> Batch:

@@ -3,8 +3,8 @@
 The file lies in `plans/` of the cache folder (`$XDG_CACHE_HOME/remat`, or `~/.cache/remat`), under a name that begins
 with the model's and ends with a digest of what identifies the step: budget, device, versions, the model's class,
 configuration and parameters, the batch's shapes, the Trainer's class with the source of its `compute_loss`, and its
-arguments, less those that change no step (`_BESIDE`). Anything else that differs is noticed at the first step, as with
-any plan.
+arguments, less those that change no step (`_IRRELEVANT_ARGUMENTS`). Anything else that differs is noticed at the first
+step, as with any plan.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from remat.units import gib
 from remat.workload.workload import Workload
 
 # Arguments of Trainers that change no step, by how their names begin.
-_BESIDE = (
+_IRRELEVANT_ARGUMENTS = (
     *("output_dir", "overwrite_output_dir", "run_name", "project", "trackio", "report_to", "log", "disable_tqdm"),
     *("eval", "do_", "per_device_eval", "metric", "greater_is_better", "load_best", "prediction_loss_only"),
     *("save", "push_to_hub", "hub_", "resume_from", "restore_callback", "enable_jit_checkpoint", "ignore_data_skip"),
@@ -129,7 +129,7 @@ def _undisturbed() -> Iterator[None]:
 def _key(trainer: Any, workload: Workload, asked: dict[str, Any]) -> str:
     from remat.capture.circumstances import state_of, versions
 
-    args = {n: v for n, v in trainer.args.to_dict().items() if not n.startswith(_BESIDE)}
+    args = {n: v for n, v in trainer.args.to_dict().items() if not n.startswith(_IRRELEVANT_ARGUMENTS)}
     known = {
         "asked": asked,
         "versions": versions(),

@@ -605,7 +605,7 @@ def _optimizer_of(trainer: Any) -> MakeOptimizer:
         make, settings = trainer.optimizer_cls_and_kwargs
     else:
         make, settings = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-    if not (isinstance(make, type) and issubclass(make, torch.optim.Optimizer)) or settings.keys() & _OF_THE_MODEL:
+    if not (isinstance(make, type) and issubclass(make, torch.optim.Optimizer)) or settings.keys() & _MODEL_KEYS:
         raise UsageError(
             f"the optimizer {getattr(make, '__name__', make)!r} of this Trainer is made out of the model itself, which "
             "remat cannot step on fakes; plan with a Workload whose `optimizer` stands for it."
@@ -614,4 +614,4 @@ def _optimizer_of(trainer: Any) -> MakeOptimizer:
     return functools.partial(make, **{name: value for name, value in settings.items() if name in taken})
 
 
-_OF_THE_MODEL = {"params", "model", "optimizer_dict"}
+_MODEL_KEYS = {"params", "model", "optimizer_dict"}

@@ -183,12 +183,12 @@ class RematCallback(TrainerCallback):
 
 def compiled_options(budget: Any, on_larger: OnLarger, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of the compiler's backend. Raises UsageError for one that cannot be meant."""
-    from remat.compiled.asked import Asked  # nothing of compilers is loaded for plans of eager steps
+    from remat.compiled.asked import CompileArguments  # nothing of compilers is loaded for plans of eager steps
 
     of_inductor = options.pop("options", {})
     given = {"budget": budget, "on_larger": on_larger, "holds": "loss", **options}
     try:
-        Asked(**given)
+        CompileArguments(**given)
     except TypeError as error:
         raise UsageError(f"RematCallback(compile=True) does not take these options: {error}") from error
     return {**of_inductor, **given}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from remat.evaluation.breakdown import at_peak
-from remat.evaluation.form import LEFT_WHOLE, SLICED, WHOLE
+from remat.evaluation.form import LEFT_WHOLE, SLICED_OVERHEAD, WHOLE_LOSS_OVERHEAD
 from remat.evaluation.graph import CALLED_MODULES
 from remat.evaluation.plan import Plan, Prediction, Proof, to_refs
 from remat.offloading.refs import to_offload_refs
@@ -34,9 +34,9 @@ def plan_of(study: Study, outcome: BestPlan, budget_bytes: int) -> Plan:
         proof["cut_short"] = True
     predicted = predict(study, found)
     if outcome.captured is not None:
-        predicted[WHOLE] = predict(study, outcome.captured)["overhead"]
+        predicted[WHOLE_LOSS_OVERHEAD] = predict(study, outcome.captured)["overhead"]
     if outcome.left is not None:
-        predicted[SLICED] = predict(study, outcome.left)["overhead"]
+        predicted[SLICED_OVERHEAD] = predict(study, outcome.left)["overhead"]
     return assemble(study, found, budget_bytes, predicted, proof)
 
 

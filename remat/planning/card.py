@@ -20,7 +20,7 @@ from remat.reservation.fragmentation import Footprint, footprints
 from remat.units import gib
 
 MOST_TRIES = 6
-CLOSE = 0.02  # of the limit: a plan that leaves less unused is final
+CLOSE_SHARE = 0.02  # of the limit: a plan that leaves less unused is final
 
 
 def footprints_of(study: Study, outcome: BestPlan, settings: AllocatorSettings) -> tuple[Footprint, ...]:
@@ -68,7 +68,7 @@ def reserving_at_most(
         low = asked
         if best is None or made.price_us < best.price_us:
             best = made
-        if -excess <= CLOSE * limit_bytes:
+        if -excess <= CLOSE_SHARE * limit_bytes:
             break
     if best is None:
         raise _too_fragmented(first_footprints, limit_bytes)

@@ -19,7 +19,7 @@ from remat.capture.model_state import generators_kept
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime
-from remat.evaluation.form import CAPTURED
+from remat.evaluation.form import CAPTURED_FORM
 from remat.evaluation.plan import Plan
 from remat.execution.executions import load
 from remat.planning.budget import Budget
@@ -132,8 +132,8 @@ def verdict_of(
         return verdict
     if plan is None and (setting := setting_that_fits(found, limit)):
         return dataclasses.replace(verdict, change=f"It fits with PYTORCH_CUDA_ALLOC_CONF={setting}.", added=0.0)
-    if plan is not None and step is not None and step.form != CAPTURED:
-        step.form = CAPTURED
+    if plan is not None and step is not None and step.form != CAPTURED_FORM:
+        step.form = CAPTURED_FORM
         profile = profile_step(step, place)
     return _with_plan(verdict, profile, step, request, place)
 

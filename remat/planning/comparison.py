@@ -32,11 +32,11 @@ from remat.planning.forms import StepForm
 from remat.planning.planner import headroom_on_top, studied
 from remat.planning.portfolio import BestPlan, fastest
 from remat.planning.refusals import infeasible
-from remat.planning.request import PlanRequest, Wanted
+from remat.planning.request import PlanRequest, RequestKeywords
 from remat.planning.search import search
 from remat.planning.study import FoundPlan, Study
 from remat.shown import Shown
-from remat.solvers import EXACT, HEURISTICS, WITHOUT, every_block, load
+from remat.solvers import EXACT, HEURISTICS, NO_CHECKPOINTING, every_block, load
 from remat.units import gib, ms
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
@@ -49,7 +49,7 @@ COLUMNS = ("strategy", "fits", "peak", "step", "added", "gap")
 LOSS_WHOLE = "exact-whole-loss"  # the plan of "exact" with whole losses, if "exact" chunks them
 UNFUSED = "exact-unfused"  # the plan of "exact" for the captured step, if groups are fused
 FUSE_ONLY = "fuse-only"  # groups fused, and nothing recomputed
-KEPT = "exact-no-offload"  # the plan of "exact" without offloads, if these are allowed
+NO_OFFLOAD = "exact-no-offload"  # the plan of "exact" without offloads, if these are allowed
 OFFLOAD_ALL = "offload-all"  # nothing recomputed, all saved tensors on the host, as TRL's activation_offloading
 OFFLOAD_INPUTS = "offload-inputs"  # every block, its input on the host, as Unsloth's gradient checkpointing
 LIGER_LIKE = "liger-like"  # every block, and losses in as many slices as Liger-Kernel's fused head takes
@@ -188,7 +188,7 @@ def compare(
     strategies: Sequence[str] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     on_strategy: OnStrategy | None = None,
-    **wanted: Unpack[Wanted],
+    **wanted: Unpack[RequestKeywords],
 ) -> Comparison:
     """Plan the step of `workload` by several strategies under one budget.
 
@@ -224,8 +224,9 @@ def compare_study(
     """Plan one step by several strategies under the budget of `study`.
 
     If there is a step, every plan that fits is replayed.
-    Beside the strategies there are rows for the best plans without one of the means (`LOSS_WHOLE`, `UNFUSED`, `KEPT`),
-    and for steps that people run without a planner (`LIGER_LIKE`, `FUSE_ONLY`, `OFFLOAD_ALL`, `OFFLOAD_INPUTS`).
+    Beside the strategies there are rows for the best plans without one of the means (`LOSS_WHOLE`, `UNFUSED`,
+    `NO_OFFLOAD`), and for steps that people run without a planner (`LIGER_LIKE`, `FUSE_ONLY`, `OFFLOAD_ALL`,
+    `OFFLOAD_INPUTS`).
 
     strategies   names in `solvers.STRATEGIES`; by default the quick ones
     on_strategy  called before each one with its name, its number from 1, and the number of strategies
@@ -306,8 +307,8 @@ class _Comparing:
         if "exact" not in self._solutions:
             return
         with contextlib.suppress(KeyboardInterrupt):
-            self._on_strategy(KEPT, count, count)
-            self._solutions[KEPT] = strategy_solution(alone, self._at, "exact", self._budget_bytes, self._limits)
+            self._on_strategy(NO_OFFLOAD, count, count)
+            self._solutions[NO_OFFLOAD] = strategy_solution(alone, self._at, "exact", self._budget_bytes, self._limits)
 
     def _best_of_forms(self) -> BestPlan | None:
         """Return the best plan of another form than the captured one, if it pays."""
@@ -337,7 +338,7 @@ class _Comparing:
 
         best_bound_us  the best bound of the comparison, which a plan without its own proof stores
         """
-        how, solution, proves = self._study.how, found.solution, name in EXACT or name == KEPT
+        how, solution, proves = self._study.how, found.solution, name in EXACT or name == NO_OFFLOAD
         fits, bound_us, gap = solution.fits, found.bound_us, solution.gap
         status = solution.status if outcome is None else outcome.status
         if outcome is not None:
@@ -372,7 +373,7 @@ class _Comparing:
             strategy=name,
             status=status,
             fits=fits,
-            peak_bytes=solution.replayed_bytes if name == WITHOUT else predicted.get("peak_bytes"),
+            peak_bytes=solution.replayed_bytes if name == NO_CHECKPOINTING else predicted.get("peak_bytes"),
             step_time_us=predicted.get("step_time_us"),
             recompute_time_us=again_us,
             overhead=predicted.get("overhead"),
@@ -428,9 +429,9 @@ def solve(problem: Problem, name: str, limits: Limits) -> Solution:
 def strategy_solution(study: Study, at: StepForm, name: str, budget_bytes: int, limits: Limits) -> Solution:
     """Solve the step in a form with the strategy `name`, as it runs."""
     problem, how, judge = study.problem(at, budget_bytes), study.how, study.judge(at)
-    if name == WITHOUT:  # not replayed: it runs untraced
+    if name == NO_CHECKPOINTING:  # not replayed: it runs untraced
         peak = problem.memory.peak_without_checkpointing
-        return Solution(WITHOUT, "feasible" if peak <= budget_bytes else "unknown", replayed_bytes=peak)
+        return Solution(NO_CHECKPOINTING, "feasible" if peak <= budget_bytes else "unknown", replayed_bytes=peak)
     proves = name in EXACT
     found = search(problem, how, lambda each, limits: solve(each, name, limits), judge, limits, may_need_none=proves)
     if proves and how.runs_as_evaluated and found.fits:
@@ -441,7 +442,7 @@ def strategy_solution(study: Study, at: StepForm, name: str, budget_bytes: int, 
 def peak_of(problem: Problem, name: str, regions: tuple[Region, ...]) -> int:
     """Return the evaluator's peak of the plan that the strategy `name` proposes."""
     memory = problem.memory
-    return memory.peak_without_checkpointing if name == WITHOUT else memory.curve(regions).peak_bytes
+    return memory.peak_without_checkpointing if name == NO_CHECKPOINTING else memory.curve(regions).peak_bytes
 
 
 def has_plan(name: str, solution: Solution) -> bool:

@@ -27,7 +27,7 @@ from remat.offloading.link import Link
 from remat.planning.budget import Budget, is_share_of_step
 from remat.planning.micro_batches import BatchCandidate, MicroBatches, Window, largest
 from remat.planning.planner import headroom_on_top
-from remat.planning.request import PlanRequest, Wanted
+from remat.planning.request import PlanRequest, RequestKeywords
 from remat.workload.training_loop import TrainingLoop, is_power_of_two
 from remat.workload.workload import Workload
 
@@ -136,7 +136,7 @@ def fit(
     costs: str | os.PathLike[str] | None = None,
     loop: TrainingLoop | None = None,
     on_try: Callable[[str], None] | None = None,
-    **wanted: Unpack[Wanted],
+    **wanted: Unpack[RequestKeywords],
 ) -> BatchFit:
     """Find the fastest way to run `global_batch` samples in each optimizer step within a budget.
 
@@ -219,7 +219,7 @@ def largest_batch(
     costs: str | os.PathLike[str] | None = None,
     loop: TrainingLoop | None = None,
     on_try: Callable[[str], None] | None = None,
-    **wanted: Unpack[Wanted],
+    **wanted: Unpack[RequestKeywords],
 ) -> Plan:
     """Plan for the largest micro-batch that fits a budget.
 
@@ -285,7 +285,7 @@ def longest_sequence(
     costs: str | os.PathLike[str] | None = None,
     loop: TrainingLoop | None = None,
     on_try: Callable[[str], None] | None = None,
-    **wanted: Unpack[Wanted],
+    **wanted: Unpack[RequestKeywords],
 ) -> Plan:
     """Plan for the longest sequence that fits a budget at the workload's batch size, to 1 part in `SEQ_PARTS`.
 

@@ -27,11 +27,11 @@ from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.form import CAPTURED, Form
+from remat.evaluation.form import CAPTURED_FORM, Form
 from remat.evaluation.forwards import PASSES
 from remat.evaluation.graph import FORWARD_ALONE, Graph
 from remat.evaluation.plan import Plan, Region
-from remat.evaluation.scaling import Family, Recorded, family
+from remat.evaluation.scaling import Family, UnroundedRecord, family
 from remat.evaluation.sharding import shard
 from remat.formulation.solution import Solution
 from remat.offloading.link import Link
@@ -58,8 +58,8 @@ RUNGS = ("as is", "accumulate", "checkpoint")  # of the classic ladder
 OFFLOAD_RUNG = "offload"  # the last of them, where there is a link
 RECORDED_AT = (2, 4)  # batch sizes
 SEVERAL = 2  # micro-batches: from the second on, all are alike
-NOTHING = Solution("exact", "unknown")
-MOST = 1 << 20  # samples in a micro-batch, or steps of a sequence
+NO_SOLUTION = Solution("exact", "unknown")
+MOST_SAMPLES = 1 << 20  # samples in a micro-batch, or steps of a sequence
 
 _UpdateTime = Callable[[Profile, int, tuple[Region, ...]], float]  # of a number of micro-batches and the optimizer
 
@@ -138,7 +138,7 @@ def between(low: int, high: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def largest(fits: Callable[[int], bool], most: int = MOST, guess: int = 1) -> int:
+def largest(fits: Callable[[int], bool], most: int = MOST_SAMPLES, guess: int = 1) -> int:
     """Return the largest number from 1 to `most` that fits, searched in doubling steps from `guess`; 0 for none."""
     known, far = min(max(guess, 1), most), 1
     if fits(known):
@@ -307,7 +307,7 @@ class MicroBatches:
         found = family(low, high, self.place.target.alignment_bytes)
         return None if found is None else _Hollow(found, low_heads, high_heads)
 
-    def _to_scale(self, micro_batch: int, loop: TrainingLoop) -> Recorded:
+    def _to_scale(self, micro_batch: int, loop: TrainingLoop) -> UnroundedRecord:
         self.on_try(f"recording micro-batch {micro_batch}")
         if micro_batch not in self._to_record:
             self._to_record[micro_batch] = fake_step(self.workload.sized(micro_batch), self.place, loop=loop)
@@ -320,7 +320,9 @@ class MicroBatches:
         fixed = step.fix_state(Tracker(alignment_bytes)) if alignment_bytes > 1 else graph.fixed_bytes
         tensors = [leaf for leaf in tree_leaves(step.batch) if isinstance(leaf, torch.Tensor)]
         shared = shard(dataclasses.replace(graph, fixed_bytes=fixed), loop)
-        return Recorded(shard(graph, loop), shared.fixed_bytes, tuple(t.untyped_storage().nbytes() for t in tensors))
+        return UnroundedRecord(
+            shard(graph, loop), shared.fixed_bytes, tuple(t.untyped_storage().nbytes() for t in tensors)
+        )
 
     def recorded(self, micro_batch: int, accumulation: int) -> tuple[Profile, FakeStep]:
         """Record the step at exactly this size."""
@@ -399,7 +401,7 @@ class MicroBatches:
         try:
             found = fastest(study, self.budget.limit_bytes, self.limits, judged=not self.how.runs_as_evaluated)
         except (Infeasible, NoPlanInTime):
-            return self._candidate(window, "exact", FoundPlan(study.captured, NOTHING, self.limits))
+            return self._candidate(window, "exact", FoundPlan(study.captured, NO_SOLUTION, self.limits))
         return self._candidate(window, "exact", found.found, found.gap)
 
     def _least_time_us(self, window: Window) -> float:
@@ -466,7 +468,7 @@ class MicroBatches:
         last = self._whole(_even_window(window.last, accumulates=True), strategy)
         return (window.accumulation - 1) * solution.stall_us + last.stall_us
 
-    def _time_us(self, window: Window, regions: tuple[Region, ...], form: Form = CAPTURED) -> float:
+    def _time_us(self, window: Window, regions: tuple[Region, ...], form: Form = CAPTURED_FORM) -> float:
         """Return the time of one optimizer step: the device's or the host's, whichever is longer."""
         return max(self._total_us(window, regions, form, of) for of in (self._device_us, self._host_us))
 
@@ -480,7 +482,7 @@ class MicroBatches:
         return update_us(full, window.accumulation - 1, regions) + rest
 
     def _profile_in(self, micro_batch: int, accumulates: bool, form: Form) -> Profile:
-        if form == CAPTURED:
+        if form == CAPTURED_FORM:
             return self.profile(micro_batch, accumulates)
         forms = self.study(micro_batch, accumulates).forms
         assert forms is not None

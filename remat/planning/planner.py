@@ -31,7 +31,7 @@ from remat.planning.links import ACTIVATIONS, beside_state, require_offloads
 from remat.planning.menu import with_alternatives
 from remat.planning.portfolio import BestPlan, fastest
 from remat.planning.profiling import fake_step, profile_step
-from remat.planning.request import FormChoice, Numerics, PlanRequest, Wanted
+from remat.planning.request import FormChoice, Numerics, PlanRequest, RequestKeywords
 from remat.planning.search import OnReplay
 from remat.planning.shorter import require_lengths, with_shorter
 from remat.planning.study import Study
@@ -226,7 +226,7 @@ def plan_profile(
     space: Space | None = None,
     on_replay: OnReplay | None = None,
     on_form: Callable[[Form], None] | None = None,
-    **wanted: Unpack[Wanted],
+    **wanted: Unpack[RequestKeywords],
 ) -> Plan:
     """Plan a profile; the other arguments are those of a Study and of a `PlanRequest`."""
     request = PlanRequest.of(**wanted)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from remat.capture.elsewhere import Elsewhere
+from remat.capture.elsewhere import CaptureDevice
 from remat.capture.model_state import generators_kept
 from remat.costing.costs import Costs, assumptions, estimated_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice, find_planning_device
@@ -32,7 +32,7 @@ def fake_step(workload: Workload, place: PlanningDevice, *, loop: TrainingLoop |
         return FakeStep(workload, device=device, loop=loop)
     from remat.cuda_kernels.attention import cudnn_attention_of
     from remat.cuda_kernels.autocast import weight_cast_cache
-    from remat.cuda_kernels.substitute import Untraced, substitute
+    from remat.cuda_kernels.substitute import UntracedForward, substitute
 
     cudnn = cudnn_attention_of(place.target)
     return FakeStep(
@@ -41,9 +41,9 @@ def fake_step(workload: Workload, place: PlanningDevice, *, loop: TrainingLoop |
         loop=loop,
         prepare=functools.partial(substitute, cudnn_attention=cudnn),
         recompute_context=weight_cast_cache,
-        elsewhere=Elsewhere(
+        elsewhere=CaptureDevice(
             torch.device(place.target.device, 0),
-            kernels=functools.partial(Untraced, cudnn_attention=cudnn),
+            kernels=functools.partial(UntracedForward, cudnn_attention=cudnn),
             capability=divmod(place.target.capability, 10),
         ),
     )

@@ -16,7 +16,7 @@ from remat.formulation.solution import Limits, Solution
 from remat.solvers.least_peak import LeastPeak
 from remat.units import gib
 
-ENDED = 0.4  # of the time: a solver that took less ended by itself, since it gets at least half of it
+ENDED_EARLY_SHARE = 0.4  # of the time: a solver that took less ended by itself, since it gets at least half of it
 
 
 def infeasible(problem: Problem, least: LeastPeak) -> Infeasible:
@@ -44,7 +44,7 @@ def not_found(
     """
     advice = _outside(problem.graph).rstrip()
     said = f"no plan within {gib(problem.budget_bytes)} was found in {found.wall_s:.0f} s"
-    if found.interrupted or limits.time_s is None or found.wall_s >= ENDED * limits.time_s:
+    if found.interrupted or limits.time_s is None or found.wall_s >= ENDED_EARLY_SHARE * limits.time_s:
         return NoPlanInTime(f"{said}; raise the time limit (`{option}`).{f' {advice}' if advice else ''}")
     enough = enough_bytes()
     return NoPlanInTime(

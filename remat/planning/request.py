@@ -72,7 +72,7 @@ class FormChoice:
         return cls()
 
 
-class Wanted(TypedDict, total=False):
+class RequestKeywords(TypedDict, total=False):
     """The keywords that become a `PlanRequest`, which describes them.
 
     `time_limit` is that of `limits`, in seconds. `exact=True` is `numerics="bitwise"`, and `fuse=True` is
@@ -200,7 +200,7 @@ class PlanRequest:
         return host_bytes_of(place, self.host_budget)
 
     @classmethod
-    def of(cls, **wanted: Unpack[Wanted]) -> PlanRequest:
+    def of(cls, **wanted: Unpack[RequestKeywords]) -> PlanRequest:
         """Make a request from keywords."""
         time_limit, limits = wanted.pop("time_limit", None), wanted.pop("limits", None) or Limits()
         if time_limit is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, RematError
-from remat.evaluation.form import CAPTURED, Form
+from remat.evaluation.form import CAPTURED_FORM, Form
 from remat.evaluation.plan import Region, from_refs, to_refs
 from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
@@ -66,7 +66,7 @@ class FoundPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Known:
+class _KnownSolution:
     """A solution of one form that was found under a budget, and the peak of its plan."""
 
     budget_bytes: int
@@ -111,14 +111,14 @@ class Study:
             require_offloads(self.how, loop)
         self.how.require_step(profile.graph)
         self.profile = profile
-        self.captured = StepForm(CAPTURED, self.profile, 0.0)
+        self.captured = StepForm(CAPTURED_FORM, self.profile, 0.0)
         self.on_form = on_form or (lambda form: None)
         self._space, self._replays, self._on_replay = space, replays, on_replay
         self._profile_in, self._may_cut = profile_in, cuts
         self.forms = self._forms()
         self._linked: Study | None = None  # the same study with its link
         self._posed: dict[StepForm, Problem] = {}
-        self._known: dict[StepForm, list[_Known]] = {}
+        self._known: dict[StepForm, list[_KnownSolution]] = {}
         self._judges: dict[StepForm, Judge] = {}
         self._least: dict[StepForm, LeastPeak] = {}
 
@@ -329,7 +329,7 @@ class Study:
         if found.solver in (NONE_NEEDED, TRACING_ALONE):
             return  # whether a plan is needed depends on each budget
         peak_bytes = self.problem(at, budget_bytes).memory.offloading(found.offloads).curve(found.regions).peak_bytes
-        self._known.setdefault(at, []).append(_Known(budget_bytes, found, peak_bytes))
+        self._known.setdefault(at, []).append(_KnownSolution(budget_bytes, found, peak_bytes))
 
     def _transferred(self, begin: Begin | None, problem: Problem) -> tuple[Region, ...] | None:
         """Translate a plan of another form into this form; None if that is impossible."""

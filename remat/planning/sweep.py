@@ -29,25 +29,25 @@ import numpy as np
 from remat.capture.model_state import generators_kept
 from remat.costing.planning_device import find_planning_device
 from remat.errors import Infeasible, NoPlanInTime, RematError
-from remat.evaluation.form import CAPTURED, Form
+from remat.evaluation.form import CAPTURED_FORM, Form
 from remat.evaluation.plan import Region
 from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Solution, Status
 from remat.planning.comparison import (
     FUSE_ONLY,
-    KEPT,
     LIGER_LIKE,
     LOSS_WHOLE,
+    NO_CHECKPOINTING,
+    NO_OFFLOAD,
     UNFUSED,
-    WITHOUT,
     Heading,
     solve,
 )
 from remat.planning.forms import StepForm
 from remat.planning.planner import studied
 from remat.planning.portfolio import fastest
-from remat.planning.request import PlanRequest, Wanted
+from remat.planning.request import PlanRequest, RequestKeywords
 from remat.planning.study import FoundPlan, Study
 from remat.solvers import EXACT, HEURISTICS, every_block, load
 from remat.units import gib, ms
@@ -87,7 +87,7 @@ class CurvePoint:
     wall_s: float
     host_bytes: int = 0
     form_time_us: float = 0.0
-    form: str = str(CAPTURED)
+    form: str = str(CAPTURED_FORM)
     slices: int = 0
     rows: int = 0
 
@@ -104,7 +104,7 @@ class Sweep(Heading):
 
     points: tuple[CurvePoint, ...]
     others: tuple[CurvePoint, ...]
-    forms: tuple[str, ...] = (str(CAPTURED),)
+    forms: tuple[str, ...] = (str(CAPTURED_FORM),)
     interrupted: bool = False
 
     @property
@@ -155,7 +155,7 @@ def sweep(
     on_progress: Callable[[int, int], None] | None = None,
     on_point: OnPoint | None = None,
     on_form: Callable[[Form], None] | None = None,
-    **wanted: Unpack[Wanted],
+    **wanted: Unpack[RequestKeywords],
 ) -> Sweep:
     """Trace the least added time of the step of `workload` against its peak, at up to `points` budgets.
 
@@ -193,7 +193,7 @@ def sweep_study(
     """Trace the curve of a study, and the plans of other strategies under the same budgets.
 
     Beside the strategies there are the rows of `comparison.py` without one of the means (`LOSS_WHOLE`, `UNFUSED`,
-    `KEPT`), and of steps that people run without a planner (`LIGER_LIKE`, `FUSE_ONLY`).
+    `NO_OFFLOAD`), and of steps that people run without a planner (`LIGER_LIKE`, `FUSE_ONLY`).
 
     strategies  names in `solvers.STRATEGIES`, by default the heuristics
     on_point    called before each solution with its strategy, its number from 1, and the maximum number
@@ -204,7 +204,7 @@ def sweep_study(
     for name in names:
         load(name)
     if study.link is not None:
-        names.append(KEPT)
+        names.append(NO_OFFLOAD)
     trace = _Trace(study, on_point or (lambda *about: None))
     interrupted = False
     try:
@@ -234,7 +234,7 @@ def sweep_study(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Solved:
+class _SolvedPoint:
     """A strategy's plan under a budget, the peak of that plan, and its proved bound.
 
     bound_us  the least that any plan in the strategy's space adds to the captured step
@@ -255,13 +255,13 @@ class _Solved:
         """The time that the plan adds to the step without a plan."""
         return self.found.price_us
 
-    def at(self, budget_bytes: int, wall_s: float) -> _Solved:
+    def at(self, budget_bytes: int, wall_s: float) -> _SolvedPoint:
         """Return the same plan under another budget, without a proof."""
         solution = dataclasses.replace(self.solution, status="feasible", wall_s=wall_s)
         found = dataclasses.replace(self.found, solution=solution)
         return dataclasses.replace(self, budget_bytes=budget_bytes, found=found, bound_us=-math.inf)
 
-    def proved(self, bound_us: float) -> _Solved:
+    def proved(self, bound_us: float) -> _SolvedPoint:
         """Return the point with the further proof for its budget."""
         return dataclasses.replace(self, bound_us=min(max(self.bound_us, bound_us), self.price_us))
 
@@ -277,8 +277,8 @@ class _Trace:
         clock = dataclasses.replace(study.request.limits.clock, first_s=math.inf)  # a search has all the time
         self._limits = dataclasses.replace(study.request.limits, clock=clock)
         self.forms: list[StepForm] = [study.captured]
-        self.curve: list[_Solved] = []
-        self.others: list[_Solved] = []
+        self.curve: list[_SolvedPoint] = []
+        self.others: list[_SolvedPoint] = []
 
     def find_forms(self) -> None:
         forms = self._study.forms
@@ -312,12 +312,12 @@ class _Trace:
         if solved.solution.interrupted:
             raise KeyboardInterrupt
 
-    def _least_priced(self, study: Study, name: str, budget: int) -> _Solved:
+    def _least_priced(self, study: Study, name: str, budget: int) -> _SolvedPoint:
         """Find the plan of least price among all forms, with the proof for all forms. (Rule 5)"""
         outcome = fastest(study, budget, self._limits, judged=False, worth=0.0)
         solution = dataclasses.replace(outcome.solution, interrupted=outcome.interrupted)
         found = dataclasses.replace(outcome.found, solution=solution)
-        return _Solved(name, budget, found, outcome.peak_bytes, outcome.floor_us)
+        return _SolvedPoint(name, budget, found, outcome.peak_bytes, outcome.floor_us)
 
     @property
     def curve_has_forms(self) -> bool:
@@ -331,8 +331,8 @@ class _Trace:
         solved = [self._solved(name, budget, FoundPlan(at, best, self._limits)) for budget, best in known]
         self.others += {each.peak_bytes: each for each in _monotone(solved)}.values()
 
-    def _solved(self, name: str, budget: int, found: FoundPlan) -> _Solved:
-        return _Solved(name, budget, found, self._study.peak_bytes(found), found.bound_us)
+    def _solved(self, name: str, budget: int, found: FoundPlan) -> _SolvedPoint:
+        return _SolvedPoint(name, budget, found, self._study.peak_bytes(found), found.bound_us)
 
     def show_by_hand(self) -> None:
         """Add plans in forms that people run without a planner: every block with a Liger-like head, or fused groups."""
@@ -372,17 +372,17 @@ class _Trace:
             if solved is None:
                 continue
             if solved.solution.fits:
-                solved = dataclasses.replace(solved, peak_bytes=as_it_is) if name == WITHOUT else solved
+                solved = dataclasses.replace(solved, peak_bytes=as_it_is) if name == NO_CHECKPOINTING else solved
                 peak = solved.peak_bytes
                 self.others.insert(place, solved)
             if solved.solution.interrupted:
                 raise KeyboardInterrupt
 
-    def _by(self, name: str, budget: int) -> _Solved | None:
+    def _by(self, name: str, budget: int) -> _SolvedPoint | None:
         """Solve with a strategy under a budget; None if there is no plan without offloads."""
-        if name == KEPT:
+        if name == NO_OFFLOAD:
             try:
-                return self._least_priced(self._study.without_link, KEPT, budget)
+                return self._least_priced(self._study.without_link, NO_OFFLOAD, budget)
             except (Infeasible, NoPlanInTime):
                 return None
         at, study = self._study.captured, self._study if name in EXACT else self._study.without_link
@@ -390,7 +390,7 @@ class _Trace:
         trivial = study.how.trivial(problem, None) if name in EXACT else None
         return self._solved(name, budget, FoundPlan(at, trivial or solve(problem, name, self._limits), self._limits))
 
-    def replayed(self, found: Iterable[_Solved]) -> list[_Solved]:
+    def replayed(self, found: Iterable[_SolvedPoint]) -> list[_SolvedPoint]:
         """Replay `found`, and give each plan the least budget that it keeps."""
         found, study = list(found), self._study
         peaks = []
@@ -411,14 +411,14 @@ class _Trace:
             for peak, solved in zip(peaks, found, strict=True)
         ]
 
-    def _bound_us(self, budget: int, solved: _Solved, found: Sequence[_Solved]) -> float:
+    def _bound_us(self, budget: int, solved: _SolvedPoint, found: Sequence[_SolvedPoint]) -> float:
         """Return the bound that is proved for plans that keep `budget` as they run. (Rule 2)"""
         if solved.strategy not in EXACT:
             return 0.0
         bounds = (other.bound_us for other in found if other.budget_bytes >= budget)
         return min(max(bounds, default=0.0), solved.price_us)
 
-    def point(self, solved: _Solved) -> CurvePoint:
+    def point(self, solved: _SolvedPoint) -> CurvePoint:
         solution, at, step_us = solved.solution, solved.found.at, self._study.device_time_us
         sizes, form = at.profile.graph.storages.size_bytes, at.form
         again_us = self._recompute_us(at, solution.regions)
@@ -448,16 +448,16 @@ class _Trace:
             rows=form.rows,
         )
 
-    def _gap(self, solved: _Solved) -> float:
+    def _gap(self, solved: _SolvedPoint) -> float:
         """Return the distance of the plan from the best, as a share of its cost beyond the cheapest form."""
         cheapest_us = min(at.extra_us for at in self.forms)
         return max(solved.price_us - solved.bound_us, 0.0) / max(solved.price_us - cheapest_us, 1.0)
 
 
-def _largest_gap(curve: Sequence[_Solved]) -> int | None:
+def _largest_gap(curve: Sequence[_SolvedPoint]) -> int | None:
     """Return the middle budget of the largest unknown range of the curve; None if all is known. (Rule 4)"""
 
-    def area(pair: tuple[_Solved, _Solved]) -> float:
+    def area(pair: tuple[_SolvedPoint, _SolvedPoint]) -> float:
         left, right = pair
         return (right.peak_bytes - left.budget_bytes) * (left.price_us - right.price_us)
 
@@ -466,18 +466,18 @@ def _largest_gap(curve: Sequence[_Solved]) -> int | None:
     return between if area((left, right)) > 0 and left.budget_bytes < between < right.peak_bytes else None
 
 
-def _falling(curve: Sequence[_Solved]) -> list[_Solved]:
+def _falling(curve: Sequence[_SolvedPoint]) -> list[_SolvedPoint]:
     """Select plans that no other beats in both peak and price, by rising peak."""
-    found: list[_Solved] = []
+    found: list[_SolvedPoint] = []
     for solved in sorted(curve, key=lambda each: (each.peak_bytes, each.price_us)):
         if not found or solved.price_us < found[-1].price_us:
             found.append(solved)
     return found
 
 
-def _monotone(curve: Sequence[_Solved]) -> list[_Solved]:
+def _monotone(curve: Sequence[_SolvedPoint]) -> list[_SolvedPoint]:
     """Give each point of the curve the best plan of its own and all smaller budgets. (Rule 1)"""
-    found: list[_Solved] = []
+    found: list[_SolvedPoint] = []
     for solved in curve:
         if found and found[-1].price_us < solved.price_us:
             solved = found[-1].at(solved.budget_bytes, solved.solution.wall_s).proved(solved.bound_us)
@@ -485,7 +485,7 @@ def _monotone(curve: Sequence[_Solved]) -> list[_Solved]:
     return found
 
 
-def _with_bounds(curve: Sequence[_Solved]) -> list[_Solved]:
+def _with_bounds(curve: Sequence[_SolvedPoint]) -> list[_SolvedPoint]:
     """Give each point of the curve the best bound of its own and all larger budgets. (Rule 2)"""
     bound_us, found = -math.inf, []
     for solved in reversed(curve):

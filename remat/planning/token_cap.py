@@ -32,14 +32,14 @@ from remat.planning.budget import Budget
 from remat.planning.checking import limit_bytes, needed_bytes
 from remat.planning.estimate import estimate_under, recorded_for
 from remat.planning.fit import Sizing, fewer, first_reserving
-from remat.planning.micro_batches import MOST, MicroBatches, Window, between, largest
-from remat.planning.request import PlanRequest, Wanted
+from remat.planning.micro_batches import MOST_SAMPLES, MicroBatches, Window, between, largest
+from remat.planning.request import PlanRequest, RequestKeywords
 from remat.workload.training_loop import TrainingLoop, is_power_of_two
 from remat.workload.workload import Workload
 
 SHORTEST = 2  # tokens: a row of one is traced by itself, and has nothing to predict
 FINE = 16  # parts of a row in which a cap above full rows is looked for
-CLOSE = 0.01  # of a packed row: how near to the most tokens the search comes
+CLOSE_SHARE = 0.01  # of a packed row: how near to the most tokens the search comes
 ROUNDS = 4  # of Rule 2
 
 
@@ -60,7 +60,7 @@ def most_tokens(
     costs: str | os.PathLike[str] | None = None,
     loop: TrainingLoop | None = None,
     on_try: Callable[[str], None] | None = None,
-    **wanted: Unpack[Wanted],
+    **wanted: Unpack[RequestKeywords],
 ) -> Plan:
     """Find the most tokens that a micro-batch may have within a budget, and one plan for all of them.
 
@@ -249,7 +249,7 @@ class _PackedCap(_Cap):
 
 
 def edge(need: Callable[[int], float], limit: float, start: int) -> int | None:
-    """Return the most tokens, to `CLOSE` of them, whose rising and convex `need` keeps `limit`; None for fewer than 2.
+    """Return the most tokens whose rising, convex `need` keeps `limit`, to `CLOSE_SHARE`; None for fewer than 2.
 
     From `start` on lengths are doubled or halved, never more: what a length needs while it is recorded is not known.
     """
@@ -262,14 +262,14 @@ def edge(need: Callable[[int], float], limit: float, start: int) -> int | None:
         low //= 2
         at_low = need(low)
     while at_high <= limit:
-        if high >= MOST:
+        if high >= MOST_SAMPLES:
             return high
         low, at_low = high, at_high
         high *= 2
         at_high = need(high)
-    while high - low > max(CLOSE * low, 1):
+    while high - low > max(CLOSE_SHARE * low, 1):
         share = (limit - at_low) / (at_high - at_low) if math.isfinite(at_high) else 0.5  # a chord is above the curve
-        guess = min(max(round(low + share * (high - low)), low + max(int(CLOSE * low), 1)), high - 1)
+        guess = min(max(round(low + share * (high - low)), low + max(int(CLOSE_SHARE * low), 1)), high - 1)
         at_guess = need(guess)
         if at_guess <= limit:
             low, at_low = guess, at_guess

@@ -31,7 +31,7 @@ class _BackwardReached(Exception):
     """The recorded pass has run its forwards, and calls its backward."""
 
 
-class Deferred:
+class DeferredPasses:
     """The passes of a step that runs its forwards in its backward.
 
     count    number of passes
@@ -167,7 +167,7 @@ class _Shapes:
         return tree_unflatten(leaves, self._spec)
 
 
-class _Ending(torch.autograd.Function):
+class _EndOfBackward(torch.autograd.Function):
     """A stand-in for a forward's output: backward ends here, and no gradient is kept."""
 
     @staticmethod
@@ -192,7 +192,7 @@ class _WholeTensor:
         if self._storage not in storages:
             storages[self._storage] = torch.empty(self._elements, dtype=self._dtype, device=self._device)
         view = storages[self._storage].view(self._dtype).as_strided(*self._lies)
-        return _Ending.apply(view, self._end) if requires_grad and self._learns else view
+        return _EndOfBackward.apply(view, self._end) if requires_grad and self._learns else view
 
 
 def reaches_parameters(loss: torch.Tensor, model: nn.Module) -> bool:

@@ -23,18 +23,18 @@ from remat.capture.beside_parameters import tensors_beside
 from remat.capture.circumstances import given_to
 from remat.capture.dynamo import fake_model, named_tensors, without_cache
 from remat.capture.eager_answers import Answers
-from remat.capture.elsewhere import Elsewhere
+from remat.capture.elsewhere import CaptureDevice
 from remat.capture.grouped_products import grouped_products
 from remat.capture.kernels_on_fakes import kernels_on_fakes
-from remat.capture.model_state import GROWN, Appended, ModelState, Numbers
+from remat.capture.model_state import GROWN, AppendedLists, ModelState, Numbers
 from remat.capture.opaque_functions import known_functions
-from remat.capture.settling import Early, settle
+from remat.capture.settling import EarlyObservations, settle
 from remat.chunking.chunk import CHUNKED, HEAD
 from remat.chunking.chunked_loss import ChunkedLoss
 from remat.chunking.heads import WholeLoss, find_heads, whole_losses
 from remat.chunking.rows import RowRun, find_row_runs
 from remat.errors import CaptureError, RematError, UsageError
-from remat.evaluation.form import CAPTURED, Chunk, Form, slices_in
+from remat.evaluation.form import CAPTURED_FORM, Chunk, Form, slices_in
 from remat.evaluation.forwards import Forward
 from remat.evaluation.graph import (
     OPTIMIZER_STATE,
@@ -45,7 +45,7 @@ from remat.host.copies import Copies
 from remat.host.optimizer_state import OffloadedState
 from remat.host.step_in_backward import StepInBackward, stepping_of
 from remat.host.weights import AT_ONCE, Layer, layers_of, spread
-from remat.recording.deferred import Deferred, reaches_parameters, states_counted
+from remat.recording.deferred import DeferredPasses, reaches_parameters, states_counted
 from remat.recording.kept_here import KeptHere
 from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
@@ -68,7 +68,7 @@ from remat.workload.workload import Workload, trainable
 WRAPPED_NUMBER_BYTES = 16  # eight in forward, eight more while it is recomputed
 LARGEST_NORM = 1.0  # of gradients that are clipped; any number takes the same memory
 EMA_DECAY = 0.999  # likewise
-WHILE_REPEATED = "optimizer's step"  # in `Graph.fixed_bytes`: held by an optimizer while it repeats the step
+REPEATED_STEP = "optimizer's step"  # in `Graph.fixed_bytes`: held by an optimizer while it repeats the step
 LAYERS_ON_HOST = "layers_on_host"  # key of `Graph.about`
 
 
@@ -157,7 +157,7 @@ class FakeStep:
         loop: TrainingLoop | None = None,
         prepare: Callable[[fx.GraphModule, torch.dtype | None], None] | None = None,
         recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
-        elsewhere: Elsewhere | None = None,
+        elsewhere: CaptureDevice | None = None,
     ):
         self.workload = workload
         self.device = device
@@ -168,7 +168,7 @@ class FakeStep:
         self._called: dict[int, fx.GraphModule] = {}  # by call
         self._autocast_of: dict[int, torch.dtype | None] = {}  # by call
         self._prepared: dict[tuple[int, torch.dtype | None, Form], fx.GraphModule] = {}
-        self.form = CAPTURED
+        self.form = CAPTURED_FORM
         self._recompute_context = recompute_context
         self._views = ViewHistories()
         self._elsewhere = elsewhere
@@ -187,10 +187,10 @@ class FakeStep:
         self._replaced = {"": ReplacedForward(self.model)}
         self._ones = seen
         self._settled = self._has_state = False
-        self.early, self.held_numbers = Early(), Numbers(None, ())
-        self._appended = Appended(None, ())
+        self.early, self.held_numbers = EarlyObservations(), Numbers(None, ())
+        self._appended = AppendedLists(None, ())
         self._is_untraced = self._in_backward = False
-        self.deferred: Deferred | None = None
+        self.deferred: DeferredPasses | None = None
         self.trails: list[Trail] = []
         self.evaluates = False
         self.known_functions = known_functions(self.model)
@@ -290,7 +290,7 @@ class FakeStep:
         grown = tuple(name for name, kind in self.early.carried.items() if kind == GROWN)
         if not grown:
             return
-        found, state = Appended(self.state(), grown), self.state()
+        found, state = AppendedLists(self.state(), grown), self.state()
         with contextlib.suppress(CaptureError):
             before = self._operators()
             state.put_back()
@@ -555,7 +555,7 @@ class FakeStep:
                 return loss
             if reaches_parameters(loss, self.model):  # by other modules than those that are traced
                 return loss
-            self.deferred = Deferred(trainable(self.model))
+            self.deferred = DeferredPasses(trainable(self.model))
             with torch.autocast(self.device.type, enabled=False):  # where backward runs
                 self.deferred.find(loss)
             if not self.deferred.count:
@@ -712,7 +712,7 @@ class FakeStep:
             "batch": tracker.fix(self.batch),
             "gradients": tracker.fix([p.grad for p in parameters if p.grad is not None]),
             OPTIMIZER_STATE: tracker.fix(self.finish.state),
-            WHILE_REPEATED: self._beside_bytes,
+            REPEATED_STEP: self._beside_bytes,
             "running average": tracker.fix(self.finish.averages),
             "gradient buckets": sum(map(tracker.bytes_of, trainable(self.model))) if self.loop.ddp else 0,
         }

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from remat._torch.training import UnseenMode
-from remat.capture.elsewhere import Elsewhere
+from remat.capture.elsewhere import CaptureDevice
 
 
 class KeptHere(UnseenMode):
     """Makes and moves tensors on the device at hand in place of the other device; it belongs above fakes."""
 
-    def __init__(self, elsewhere: Elsewhere):
+    def __init__(self, elsewhere: CaptureDevice):
         super().__init__()
         self._elsewhere = elsewhere
 

@@ -40,11 +40,11 @@ from remat.recording.ctc_shapes import CTC_SHAPES
 
 MOST_INTEGERS = 1 << 20
 MOST_FLOATS = 1 << 16
-_OF_SHAPES = {  # their result depends on their first argument's shape alone
+_SHAPE_ONLY = {  # their result depends on their first argument's shape alone
     *(torch.ops.aten.ones_like.default, torch.ops.aten.zeros_like.default, torch.ops.aten.full_like.default),
     *(torch.ops.aten.new_ones.default, torch.ops.aten.new_zeros.default, torch.ops.aten.new_full.default),
 }
-_WITHOUT_VALUES = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+_EMPTY_FACTORIES = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 _HOST = {"device": torch.device("cpu"), "pin_memory": False}
 
 
@@ -124,7 +124,7 @@ class KnownValues(UnseenMode):
         if known:
             self.note(out, values)
             drawn = torch.Tag.nondeterministic_seeded in func.tags
-            if drawn or (func not in _OF_SHAPES and any(map(self.is_drawn, _fakes_in((args, kwargs))))):
+            if drawn or (func not in _SHAPE_ONLY and any(map(self.is_drawn, _fakes_in((args, kwargs))))):
                 self._drawn.update(leaf.untyped_storage() for leaf in _fakes_in(out))
             if self._generator is not None and (drawn or self._takes_random_floats(args, kwargs)):
                 self._floats.update(leaf.untyped_storage() for leaf in _floats_in(out))
@@ -134,7 +134,7 @@ class KnownValues(UnseenMode):
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """Return whether all inputs of `func` are known, and its result on their values."""
-        if func in _OF_SHAPES:
+        if func in _SHAPE_ONLY:
             args = (_stand_in(args[0], kwargs.get("dtype")), *args[1:])
         if any(isinstance(arg, FakeTensor) and self.of(arg) is None for arg in args):  # as nearly always, and at once
             return False, None
@@ -143,7 +143,7 @@ class KnownValues(UnseenMode):
             return False, None
         name = func._schema.name.removeprefix("aten::")
         drawn = torch.Tag.nondeterministic_seeded in func.tags
-        if name in _WITHOUT_VALUES or (drawn and self._generator is None):
+        if name in _EMPTY_FACTORIES or (drawn and self._generator is None):
             return False, None
         if _spreads(func, leaves) if leaves else not _makes_little(func, args, kwargs):
             return False, None

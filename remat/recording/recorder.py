@@ -69,7 +69,7 @@ from remat.evaluation.graph import (
 from remat.evaluation.identity import NodeId
 from remat.recording.fake_step import (
     LAYERS_ON_HOST,
-    WHILE_REPEATED,
+    REPEATED_STEP,
     WRAPPED_NUMBER_BYTES,
     FakeStep,
     execute_plainly,
@@ -78,9 +78,9 @@ from remat.recording.known_values import KnownValues
 from remat.recording.remedies import describe
 from remat.recording.repeats import Repeats
 from remat.recording.sources import line_here
-from remat.recording.tracker import FIXED, Moment, RecordedSpan, Tracker
+from remat.recording.tracker import FIXED_STORAGE, Moment, RecordedSpan, Tracker
 from remat.recording.trails import trail_of
-from remat.workload.workload import WITH_STEP, Stepped, trainable
+from remat.workload.workload import WITH_STEP, StepModule, trainable
 
 OUTSIDE_OP = "outside"  # Node.op between two graphs, where no line is known
 MUCH_OUTSIDE = 0.1  # of the bytes that autograd keeps: values between graphs that keep more are named
@@ -103,7 +103,7 @@ def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) ->
     numbers = step.numbers()
     recorder = Recorder(alignment_bytes, step.model.buffers(), step.known)
     fixed = step.fix_state(recorder)
-    made = ("gradients", OPTIMIZER_STATE, WHILE_REPEATED, "running average")  # by the first step itself
+    made = ("gradients", OPTIMIZER_STATE, REPEATED_STEP, "running average")  # by the first step itself
     before = sum(size for name, size in fixed.items() if name not in made)
     step.execute_call = recorder.execute_call
     held: list[tuple[int, int]] = []
@@ -186,7 +186,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "recording_models": recording_models(step.model),
         **step.early.to_json(step.graphs),
         "own_checkpoints": step.calls.own_checkpoints,
-        **({WITH_STEP: True} if isinstance(step.model, Stepped) else {}),
+        **({WITH_STEP: True} if isinstance(step.model, StepModule) else {}),
         **step.form.to_json(),
         **step.loop.to_json(),
         **({LAYERS_ON_HOST: found} if (found := step.layers_on_host) else {}),
@@ -334,7 +334,7 @@ class Recorder(Tracker):
         assert self._current is not None
         node = self._nodes[self._current]
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        storages = {self.storage_of(tensor) for tensor in tensors} - {FIXED}
+        storages = {self.storage_of(tensor) for tensor in tensors} - {FIXED_STORAGE}
         self._open += 0 if is_around else bracket
         node["values"] = tuple(sorted(storages))
         node["end"] = self.op_count
@@ -345,8 +345,8 @@ class Recorder(Tracker):
 
     def producer(self, tensor: Any) -> int | None:
         """Return the node that made the storage of `tensor`; None if it existed before the step."""
-        storage = self.storage_of(tensor) if isinstance(tensor, torch.Tensor) else FIXED
-        return None if storage == FIXED else self._storage_nodes[storage]
+        storage = self.storage_of(tensor) if isinstance(tensor, torch.Tensor) else FIXED_STORAGE
+        return None if storage == FIXED_STORAGE else self._storage_nodes[storage]
 
     def take(self, tensor: torch.Tensor) -> int | None:
         """Return `producer` for a node that takes `tensor`, and note values that came from between two graphs."""
@@ -361,7 +361,7 @@ class Recorder(Tracker):
         """Note that a tensor gets another storage, which happens once: readers of the old one are not recomputed."""
         if self._forward_end < 0 and self._current is not None:
             self._nodes[self._current]["effect"] = "other"
-            if self.storage_of(tensor) == FIXED:
+            if self.storage_of(tensor) == FIXED_STORAGE:
                 self._writers.setdefault(id(tensor.untyped_storage()), set()).add(self._current)
 
     def dispatched(self, op: int, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -376,7 +376,7 @@ class Recorder(Tracker):
             self._note_effects(node, func, args, kwargs)
             taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             self._note_decisions(taken, out)
-            self._note_reused(op, node, {*map(self.storage_of, taken)} - {FIXED})
+            self._note_reused(op, node, {*map(self.storage_of, taken)} - {FIXED_STORAGE})
             self._nodes[node]["end"] = self.op_count
 
     def _count_wrapped_numbers(self, func: Any, args: Any) -> None:
@@ -415,7 +415,7 @@ class Recorder(Tracker):
             self._nodes[self._storage_nodes[storage]]["decides"] = True
         if any(tensor.is_floating_point() for tensor in taken):
             integers = (leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and _is_integer(leaf))
-            made = {self.storage_of(tensor) for tensor in integers} - {FIXED}
+            made = {self.storage_of(tensor) for tensor in integers} - {FIXED_STORAGE}
             self._integers.update(u for u in made if not self.storages[u].cast)
 
     def _note_reused(self, op: int, node: int, taken: set[int]) -> None:
@@ -442,7 +442,7 @@ class Recorder(Tracker):
         if draws_random_numbers(func, args, kwargs):
             record["random"] = True
         for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor) and self.storage_of(tensor) == FIXED:
+            if isinstance(tensor, torch.Tensor) and self.storage_of(tensor) == FIXED_STORAGE:
                 self._readers.setdefault(id(tensor.untyped_storage()), set()).add(node)
         if not func._schema.is_mutable:
             return
@@ -527,7 +527,7 @@ class Recorder(Tracker):
         self._known.hold_for(copy, tensor)
         self.paused = False
         storage = copy.untyped_storage()
-        self._ids[id(storage)] = FIXED
+        self._ids[id(storage)] = FIXED_STORAGE
         self._ends[id(storage)] = weakref.ref(storage, functools.partial(self._ended, row, event, id(storage)))
         return copy
 
@@ -560,12 +560,12 @@ class Recorder(Tracker):
             for name, p in model.named_parameters()
             if p.grad is not None or id(p) in self._stepped
         }
-        self._gradients = tuple(sorted(set(self._gradient_of.values()) - {FIXED}))
+        self._gradients = tuple(sorted(set(self._gradient_of.values()) - {FIXED_STORAGE}))
 
     def parameters_of(self, step: FakeStep) -> Iterator[Parameter]:
         """Yield the parameters with the storages of their gradients at the end of backward."""
         for known in step.parameters(self):
-            gradient = self._gradient_of.get(known.name, FIXED)
+            gradient = self._gradient_of.get(known.name, FIXED_STORAGE)
             yield dataclasses.replace(known, gradient=gradient)
 
     def state_of_the_step_before(self) -> tuple[int, list[tuple[int, int]]]:
@@ -590,7 +590,7 @@ class Recorder(Tracker):
             asked = 0 <= row["unpack"] < end or row["number"] in asked_inside
             if not (asked and 0 <= row["release"] < end):
                 saves.append(row)
-            elif row["storage"] != FIXED:
+            elif row["storage"] != FIXED_STORAGE:
                 storage = self.storages[row["storage"]]
                 if storage.death is not None:
                     storage.death = max(storage.death, row["release"])

@@ -21,7 +21,7 @@ _SIZES = (
     ". The size of its result depends on data, and a plan is for sizes that do not: keep all rows, and multiply by a "
     "mask or choose with torch.where"
 )
-_NESTED = ". Nested tensors are not supported: pad to one length"
+_NESTED_TENSORS = ". Nested tensors are not supported: pad to one length"
 _STREAMS = ". A forward that enters CUDA streams cannot be planned: run it on the current stream"
 _RELATIVE = (
     ". The file is run as a script, which is in no package: import by the package's full name, in a file outside of it"
@@ -37,7 +37,7 @@ def describe(error: BaseException, where: str = "") -> str:
     return f"{said.rstrip('.')}{where}{remedy}" if where or remedy else said
 
 
-_BESIDE = (
+_FOREIGN_TENSOR = (
     ". A tensor is used that is neither of the model nor of the batch: return a module that trains from `build`, as a "
     "part of the model, and a tensor from `batch`"
 )
@@ -64,9 +64,9 @@ def _remedy(error: BaseException, said: str) -> str:
     if said.startswith("AssertionError: User object is no longer alive"):  # Dynamo's, which knows streams by number
         return _STREAMS
     if "convert all Tensors to FakeTensors first" in said:
-        return _BESIDE
+        return _FOREIGN_TENSOR
     files = [PurePath(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)]
     if "nested_tensor" in said or "NestedInt" in said or any("nested" in file for file in files):
-        return _NESTED
+        return _NESTED_TENSORS
     transforms = "invalid python storage" in said or any("_functorch" in file for file in files)  # the first: jvp
     return _TRANSFORMS if transforms else ""

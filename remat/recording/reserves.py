@@ -19,7 +19,7 @@ from remat._torch.training import without_modes
 from remat.errors import CaptureError
 
 # Forwards of recurrent layers; of each the fourth result is the reserve.
-_KEEPING = {
+_RECURRENT_LAYERS = {
     torch.ops.aten.mkldnn_rnn_layer.default,
     torch.ops.aten._cudnn_rnn.default,
     torch.ops.aten.miopen_rnn.default,
@@ -29,7 +29,7 @@ _RESERVE = 3
 
 def with_reserve(func: Any, args: Any, out: Any) -> Any:
     """Give `out` a reserve as large as the real kernel's, if `func` keeps one."""
-    if func not in _KEEPING or not isinstance(out[_RESERVE], FakeTensor):
+    if func not in _RECURRENT_LAYERS or not isinstance(out[_RESERVE], FakeTensor):
         return out
     leaves, structure = tree_flatten(args)
     size_bytes = _size_bytes(func, structure, tuple(map(_described, leaves)), torch.is_grad_enabled())

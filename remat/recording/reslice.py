@@ -19,7 +19,7 @@ from remat.evaluation.form import Form, form_of
 from remat.evaluation.graph import WRAPPED_NUMBERS, Graph, OpKind, Storages
 from remat.recording.fake_step import WRAPPED_NUMBER_BYTES, FakeStep
 from remat.recording.recorder import Recorder, record_with
-from remat.recording.tracker import FIXED, TrackedStorage
+from remat.recording.tracker import FIXED_STORAGE, TrackedStorage
 
 _AT_ONCE = OpKind("remat.chunked_loss.default", [[], {}], flops=0, moved_bytes=0, dtype="float32")
 
@@ -152,7 +152,7 @@ class LossRecord:
         recorder.settle_saves()
         assert loss.grad_fn is not None
         gradients = loss.grad_fn.gradients  # type: ignore[attr-defined]  # of `ChunkedLoss`
-        kept = (recorder.storage_of(each) if each is not None else FIXED for each in (loss, *gradients))
+        kept = (recorder.storage_of(each) if each is not None else FIXED_STORAGE for each in (loss, *gradients))
         kinds = list(recorder.kinds.values())
         return cls(
             tuple(kinds[kind] for kind in recorder.op_kinds),
@@ -165,23 +165,23 @@ class LossRecord:
     @property
     def hollow(self) -> LossRecord:
         """The record with one operator that makes everything kept."""
-        kept = [self.storages[i] for i in self.kept if i != FIXED]
+        kept = [self.storages[i] for i in self.kept if i != FIXED_STORAGE]
         numbers = iter(range(len(kept)))
         return LossRecord(
             (_AT_ONCE,),
             tuple(TrackedStorage(each.size_bytes, 0) for each in kept),
-            tuple(FIXED if i == FIXED else next(numbers) for i in self.kept),
+            tuple(FIXED_STORAGE if i == FIXED_STORAGE else next(numbers) for i in self.kept),
             0,
         )
 
     @property
     def keeps_no_other(self) -> bool:
         """Whether nothing outlives the run but the storages in `kept`."""
-        return {i for i, storage in enumerate(self.storages) if storage.death is None} == {*self.kept} - {FIXED}
+        return {i for i, storage in enumerate(self.storages) if storage.death is None} == {*self.kept} - {FIXED_STORAGE}
 
     @property
     def sizes_kept(self) -> list[int | None]:
-        return [None if i == FIXED else self.storages[i].size_bytes for i in self.kept]
+        return [None if i == FIXED_STORAGE else self.storages[i].size_bytes for i in self.kept]
 
 
 class _Replacement:
@@ -317,7 +317,7 @@ class _Replacement:
         table, begin, end = self._record.storages, int(self._own[0]), int(self._own[-1]) + 1
         births = np.where(table.birth >= self._end, table.birth + self._more, table.birth)
         own, other = table.death[begin:end], np.delete(table.death, self._own)
-        kept = [(old, new) for old, new in zip(self._old.kept, self._new.kept, strict=True) if old != FIXED]
+        kept = [(old, new) for old, new in zip(self._old.kept, self._new.kept, strict=True) if old != FIXED_STORAGE]
         ends = {
             new: int(death) for (_, new), death in zip(kept, self._moved_op(own[[i for i, _ in kept]]), strict=True)
         }

@@ -33,7 +33,7 @@ from torch import nn
 from remat._torch.recording import untraced
 
 GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
-_OF_SYSTEM = (
+_SYSTEM_SOURCES = (
     time,
     secrets,
     uuid,
@@ -45,13 +45,15 @@ _OF_SYSTEM = (
     np.random.default_rng,
 )
 _LIBRARIES = frozenset(("torch", "numpy"))  # whose own code is not searched
-_PASSED = frozenset(("random", "secrets", "uuid", "numpy"))  # whose caller reads
-_NOBODY = _LIBRARIES | sys.stdlib_module_names | {"functorch", "remat"}  # their code reads on behalf of its callers
-_UNSEEN = _NOBODY - _PASSED  # ... or does not steer a forward
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}  # tables of torch's own
+_READ_BY_CALLER = frozenset(("random", "secrets", "uuid", "numpy"))  # whose caller reads
+_READ_FOR_CALLER = (
+    _LIBRARIES | sys.stdlib_module_names | {"functorch", "remat"}
+)  # their code reads on behalf of its callers
+_UNTRACKED_READERS = _READ_FOR_CALLER - _READ_BY_CALLER  # ... or does not steer a forward
+_MODULE_TABLES = frozenset(vars(nn.Module())) - {"training"}  # tables of torch's own
 DEEPEST, LONGEST = 2, 1000  # containers that are looked into
 _WORDS = 624  # of a Mersenne Twister
-_ONES = 0x12DD9BB3  # the word of its state that comes out as ones alone
+_WORD_OF_ONES = 0x12DD9BB3  # the word of its state that comes out as ones alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +117,7 @@ class Sources:
             value = owner
         if isinstance(value, GENERATORS):
             self.generators[id(value)] = value
-        elif any(value is each for each in _OF_SYSTEM) or getattr(value, "__module__", None) == "time":
+        elif any(value is each for each in _SYSTEM_SOURCES) or getattr(value, "__module__", None) == "time":
             self.has_clock = True
         elif isinstance(value, types.FunctionType) and (value.__code__, kind) not in self._known:
             self._known.add((value.__code__, kind))
@@ -176,7 +178,7 @@ def _counted(prefix: str, attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {
         f"{prefix}{name}": number
         for name, value in attributes.items()
-        if name not in _OF_MODULES and (number := _number(value, DEEPEST)) is not None
+        if name not in _MODULE_TABLES and (number := _number(value, DEEPEST)) is not None
     }
 
 
@@ -218,15 +220,19 @@ def watched(sources: Sources, within: Callable[[], bool] = lambda: True) -> Iter
     @untraced
     def called(frame: Any, event: str, function: Any) -> None:
         if event == "c_call" and _reads_system(function):
-            reader = _outside_of(frame, _PASSED)
-            if reader is not None and _home(reader) not in _UNSEEN and not _collects(reader):
+            reader = _outside_of(frame, _READ_BY_CALLER)
+            if reader is not None and _home(reader) not in _UNTRACKED_READERS and not _collects(reader):
                 note(reader, reader.f_lineno)
 
     @untraced
     def entered(frame: Any, event: str, argument: Any) -> Any:
-        if (is_passing := _home(frame) in _NOBODY) and frame.f_back and _home(frame.f_back) in _NOBODY:
+        if (
+            (is_passing := _home(frame) in _READ_FOR_CALLER)
+            and frame.f_back
+            and _home(frame.f_back) in _READ_FOR_CALLER
+        ):
             return None  # what is drawn from here on is seen when the line that went into libraries has been run
-        caller = _outside_of(frame.f_back, _NOBODY)
+        caller = _outside_of(frame.f_back, _READ_FOR_CALLER)
         if caller is not None:
             compare(caller, caller.f_lineno)
         if is_passing:
@@ -331,7 +337,7 @@ def _drive(generator: Any, high: bool, seed: int) -> None:
     If all words were extreme, code that draws until a number is in a range would never end.
     """
     words = np.random.default_rng(seed).integers(1 << 32, size=_WORDS, dtype=np.uint32)
-    words[::2] = _ONES if high else 0
+    words[::2] = _WORD_OF_ONES if high else 0
     if isinstance(generator, random.SystemRandom):
         return
     if isinstance(generator, random.Random):

@@ -20,7 +20,7 @@ from remat.capture.attention_masks import IsOnes, Masks
 from remat.capture.circumstances import given_to
 from remat.capture.dynamo import ExecuteCall, GraphCalls
 from remat.capture.eager_answers import Answers
-from remat.capture.elsewhere import Elsewhere
+from remat.capture.elsewhere import CaptureDevice
 from remat.evaluation.forwards import Forward
 from remat.recording.tracker import Tracker
 from remat.workload.held_outputs import output_tensors
@@ -43,7 +43,7 @@ class TracedForwards:
         execute_call: ExecuteCall,
         *,
         answers: Answers | None,
-        elsewhere: Elsewhere | None,
+        elsewhere: CaptureDevice | None,
         is_ones: IsOnes,
         planned: Masks,
         device_type: str,

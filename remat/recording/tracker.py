@@ -31,7 +31,7 @@ from remat.recording.in_place import InPlace
 from remat.recording.reserves import with_reserve
 from remat.recording.traffic import moved_bytes, workspace_bytes
 
-FIXED = -1
+FIXED_STORAGE = -1
 _NORMALISATIONS = {torch.ops.aten.native_layer_norm.default: 2, torch.ops.aten.native_batch_norm.default: 1}  # weight
 _REDUCED_IN_PLACE = {
     torch.ops.aten.binary_cross_entropy.default,
@@ -51,7 +51,7 @@ _FORMATS = {
     torch.ops.aten.native_batch_norm_backward.default: 1,
     torch.ops.aten.roll.default: 0,
 }
-_AS_FIRST = {
+_STRIDES_OF_FIRST = {
     torch.ops.aten.elu_backward.default,
     torch.ops.aten.hardswish_backward.default,
     torch.ops.aten.hardtanh_backward.default,
@@ -145,7 +145,7 @@ class Tracker(UnseenMode):
         total = 0
         for tensor in tree_leaves(values):
             if isinstance(tensor, torch.Tensor) and id(storage := tensor.untyped_storage()) not in self._ids:
-                self._ids[id(storage)] = FIXED
+                self._ids[id(storage)] = FIXED_STORAGE
                 self._keep[id(storage)] = storage
                 total += self._rounded(storage.nbytes())
         return total
@@ -155,13 +155,13 @@ class Tracker(UnseenMode):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if (key := id(storage)) not in self._ids and storage.nbytes():
-                self._ids[key] = FIXED
+                self._ids[key] = FIXED_STORAGE
                 self.older[key] = tracked = TrackedStorage(self._rounded(storage.nbytes()), 0)
                 self._ends[key] = weakref.ref(storage, functools.partial(self._died, key, tracked))
 
     def storage_of(self, tensor: torch.Tensor) -> int:
         """Return the index of the storage of `tensor`; FIXED for one from before."""
-        return self._ids.get(id(unwrapped(tensor).untyped_storage()), FIXED)
+        return self._ids.get(id(unwrapped(tensor).untyped_storage()), FIXED_STORAGE)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor):  # four times an operator: no mode below need see it
@@ -282,8 +282,12 @@ class Tracker(UnseenMode):
     def _overwritten(self, op: int, func: Any, args: Any, out: Any) -> TrackedStorage | None:
         """Return the storage of the first argument if training would write the result over it; see `in_place.py`."""
         first = args[0] if args else None
-        found = self.storage_of(first) if isinstance(first, torch.Tensor) and first.layout is torch.strided else FIXED
-        tracked = None if found == FIXED else self.storages[found]
+        found = (
+            self.storage_of(first)
+            if isinstance(first, torch.Tensor) and first.layout is torch.strided
+            else FIXED_STORAGE
+        )
+        tracked = None if found == FIXED_STORAGE else self.storages[found]
         birth = -1 if tracked is None else tracked.birth
         return tracked if self._in_place.taken_over(op, func, args, birth, out) else None
 
@@ -376,7 +380,7 @@ def _laid_out(func: Any, args: Any, out: Any) -> Any:
         layout = memory_format_of(args[_FORMATS[func]])
     elif func in _PLAIN:
         layout = torch.contiguous_format
-    elif func in _AS_FIRST and args[0].shape == out.shape:
+    elif func in _STRIDES_OF_FIRST and args[0].shape == out.shape:
         return torch.empty_like(args[0], dtype=out.dtype)
     else:
         return out

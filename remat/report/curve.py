@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from remat.evaluation.form import CAPTURED, form_of
+from remat.evaluation.form import CAPTURED_FORM, form_of
 from remat.evaluation.plan import Plan, device_overhead
 from remat.report.material import Material
 from remat.report.scale import SIDE, Scale, Tick, unit_of
@@ -217,7 +217,7 @@ def _notes(material: Material) -> Iterator[str]:
         yield "No sweep was given: `remat sweep --out curve.json` writes the curve for this page."
     elif (
         material.plan is not None
-        and (form := form_of(material.plan.about)) != CAPTURED
+        and (form := form_of(material.plan.about)) != CAPTURED_FORM
         and str(form) not in material.sweep.get("forms", ())
     ):
         yield (

@@ -31,7 +31,7 @@ from remat.report.step import ReportStep, slug_of, step_of
 from remat.units import gib, ms
 
 MOST_BYTES = 1 << 20  # of a page: beyond that, nodes have no rows of their own
-OPENED = 14  # rows of modules that are shown at first
+OPEN_ROWS = 14  # rows of modules that are shown at first
 CODE = re.compile(r"`([^`]+)`")
 HUES = 9  # that others than the curve have
 TEMPLATE, STYLE, SCRIPT = "page.html.j2", "page.css", "page.js"
@@ -246,9 +246,9 @@ def _opened(tree: DecisionBranch | None) -> frozenset[str]:
     level = [part for part in tree.parts if isinstance(part, DecisionBranch)] if tree is not None else []
     rows = len(level)
     while level:
-        wider = [branch for branch in level if 0 < len(branch.parts) <= OPENED and _has_modules(branch)]
+        wider = [branch for branch in level if 0 < len(branch.parts) <= OPEN_ROWS and _has_modules(branch)]
         rows += sum(len(branch.parts) for branch in wider)
-        if rows > 2 * OPENED:
+        if rows > 2 * OPEN_ROWS:
             break
         opened |= {branch.path for branch in wider}
         level = [part for branch in wider for part in branch.parts if isinstance(part, DecisionBranch)]

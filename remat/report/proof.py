@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from remat.evaluation.form import CAPTURED, WHOLE, form_of
+from remat.evaluation.form import CAPTURED_FORM, WHOLE_LOSS_OVERHEAD, form_of
 from remat.evaluation.plan import Plan
 from remat.report.material import Material
 from remat.units import GIB, gib, ms
@@ -55,7 +55,7 @@ def _proof(material: Material, plan: Plan) -> Iterator[Fact]:
 
 
 def _bound(plan: Plan) -> str:
-    if form_of(plan.about) == CAPTURED:
+    if form_of(plan.about) == CAPTURED_FORM:
         return "every plan within the budget recomputes for that or more"
     if plan.solver["bound_us"] < 0:
         return "no plan within the budget makes the step shorter by more"
@@ -102,7 +102,7 @@ def added_at(sweep: Mapping[str, Any], budget_bytes: float) -> float | None:
 def _price_of_a_gib(material: Material) -> float | None:
     """Return the share of the step that one more GiB saves; a sweep knows it for the original form."""
     plan, sweep = material.plan, material.sweep
-    if plan is None or sweep is None or form_of(plan.about) != CAPTURED:
+    if plan is None or sweep is None or form_of(plan.about) != CAPTURED_FORM:
         return None
     here, there = (added_at(sweep, size) for size in (plan.budget_bytes, plan.budget_bytes + GIB))
     return None if here is None or there is None else here - there
@@ -120,8 +120,8 @@ def next_steps(material: Material) -> tuple[NextStep, ...]:
 def _of_plan(material: Material, plan: Plan) -> Iterator[NextStep]:
     predicted, solver = plan.predicted, plan.solver
     form = form_of(plan.about)
-    if form != CAPTURED:
-        whole = predicted.get(WHOLE)
+    if form != CAPTURED_FORM:
+        whole = predicted.get(WHOLE_LOSS_OVERHEAD)
         instead = "does not fit" if whole is None else f"adds {100 * whole:.1f} % instead of {_percent(plan)}"
         yield NextStep("The step as it was captured, every gradient bitwise", instead, "remat plan --exact")
     if not form.fused and plan.execution == "eager":

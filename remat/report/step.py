@@ -28,7 +28,7 @@ COLUMNS = 900
 ROWS = 16  # of the table
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER, OUT, BACK = range(6)
 PHASES = ("forward", "recomputation", "backward", "optimizer")
-LASTING = (  # categories in the order of the stack: lasting ones at the bottom
+STACK_ORDER = (  # categories in the order of the stack: lasting ones at the bottom
     *("parameters", "buffers", "optimizer state", "running average", "gradient buckets", "batch", "numbers"),
     *("library workspaces", "gathered shards", "gradients", "activations", "recomputed activations"),
     *("logits and loss", "temporaries of backward", "temporaries of the optimizer", "workspaces"),
@@ -111,7 +111,7 @@ def step_of(material: Material) -> ReportStep | None:
     most = 1.06 * max(made.peak_bytes, *(size for _, _, size in levels))
     y = Scale(0.0, most)
     begins = [x.part(time) for time in made.time_us.tolist()]
-    names = [name for name in (*LASTING, *made.parts) if name in made.parts and made.parts[name].any()]
+    names = [name for name in (*STACK_ORDER, *made.parts) if name in made.parts and made.parts[name].any()]
     names = list(dict.fromkeys(names))
     unit, unit_name = unit_of(made.peak_bytes)
     at = int(made.alive_bytes.argmax())

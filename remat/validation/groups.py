@@ -27,7 +27,7 @@ from torch import Tensor, fx
 
 from remat.capture.nodes import called
 from remat.evaluation.identity import canonical
-from remat.fusion.fused_group import FusedGroup, Ran
+from remat.fusion.fused_group import FusedGroup, GroupRun
 from remat.validation.sums import NEAR
 
 CHANCE = 3.0
@@ -81,7 +81,7 @@ class GroupsSeen:
     def too_far(self) -> list[str]:
         return [text for text, found in self._found.items() if any(each.is_too_far for each in found.values())]
 
-    def __call__(self, group: FusedGroup, ran: Ran) -> None:
+    def __call__(self, group: FusedGroup, ran: GroupRun) -> None:
         """Compare the results of `group` with the nodes run one by one, and both with float64."""
         kind = ran.results[0].device.type
         with self._unseen():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from remat.errors import ValidationFailed
 from remat.evaluation.form import form_of
 from remat.planning.comparison import Comparison, StrategyRow
-from remat.solvers import WITHOUT
+from remat.solvers import NO_CHECKPOINTING
 from remat.validation.validating import validate
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def measure_plans(
 
 def _measured_by(name: str, report: Report) -> dict[str, int]:
     """Return peak and time of the step under the strategy `name`; without a plan, those of the eager baseline."""
-    found = report.untouched if name == WITHOUT and report.untouched["fits"] else report.measured
+    found = report.untouched if name == NO_CHECKPOINTING and report.untouched["fits"] else report.measured
     return {key: found[key] for key in MEASURED}
 
 

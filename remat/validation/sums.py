@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from remat.chunking.chunked_loss import ChunkedLoss, Given, Sums, Watch
-from remat.chunking.chunked_rows import ChunkedRows, RowsWatch, Under
+from remat.chunking.chunked_loss import ChunkedLoss, HeadInputs, Sums, Watch
+from remat.chunking.chunked_rows import ChunkedRows, MakeContext, RowsWatch
 
 NEAR = 1.1
 CHANCE = 3.0  # standard deviations of the logarithm of a ratio
@@ -76,7 +76,7 @@ class SumsSeen:
         beside: Sequence[Any],
         gradient: Tensor,
         sums: Sequence[Tensor | None],
-        under: Under,
+        under: MakeContext,
     ) -> None:
         """Compute the distances of `sums` from the run's inputs."""
         wanted = [False, *(found is not None for found in sums)]
@@ -98,7 +98,7 @@ class SumsSeen:
             distances = before.plus(distances)
         self._found[name] = distances
 
-    def _compare(self, head: ChunkedLoss, given: Given, sums: Sums) -> None:
+    def _compare(self, head: ChunkedLoss, given: HeadInputs, sums: Sums) -> None:
         """Compute the distances of `sums` from the head's inputs."""
         wanted = False, sums.weight is not None, sums.bias is not None
         with torch.no_grad():
@@ -141,7 +141,7 @@ class SumsSeen:
         return broken
 
 
-def _in_float64(head: ChunkedLoss, given: Given) -> Given:
+def _in_float64(head: ChunkedLoss, given: HeadInputs) -> HeadInputs:
     """Convert the inputs of a head to float64: weights after their cast."""
     bias = None if given.bias is None else head.cast(given.bias).double()
     return dataclasses.replace(given, rows=given.rows.double(), weight=head.cast(given.weight).double(), bias=bias)

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from remat._torch.training import clear_cublas_workspaces
 from remat.capture.dynamo import cache_builders
 from remat.capture.model_state import ModelState
-from remat.costing.device_allocator import Measured, allocation_events, measure_peak, measure_step, time_once_us
+from remat.costing.device_allocator import Measurement, allocation_events, measure_peak, measure_step, time_once_us
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, remove
 from remat.host.weights import bring_weights_back, offload_weights, weights_on_host
@@ -261,7 +261,7 @@ class Training:
         on_cpu = self.device.type == "cpu"
         return lasting + sum(each.size_bytes for each in tracker.older.values() if each.death is None or not on_cpu)
 
-    def measure_steady_step(self, alignment_bytes: int, repeats: int) -> tuple[Measured, int]:
+    def measure_steady_step(self, alignment_bytes: int, repeats: int) -> tuple[Measurement, int]:
         """Measure memory and time of a steady step, and the peak of requested bytes with those from before it.
 
         Libraries' workspaces exist before it, as from the second step of training on.

@@ -145,7 +145,7 @@ def _place(device: str | torch.device | None) -> PlanningDevice:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Recorded:
+class _RecordedStep:
     """The step at one batch size, recorded on fakes of the device at hand; the plan's regions in its graph."""
 
     workload: Workload
@@ -169,9 +169,9 @@ class _Sizes:
         self.notes: list[str] = []
         self._workload, self._plan, self._place, self._how = workload, plan, place, how
         self._free_bytes = _free_bytes(place)
-        self._known: dict[int, _Recorded] = {}
+        self._known: dict[int, _RecordedStep] = {}
 
-    def at(self, batch_size: int) -> _Recorded:
+    def at(self, batch_size: int) -> _RecordedStep:
         if batch_size not in self._known:
             workload = self._workload.sized(batch_size)
             step = fake_step(workload, self._place, loop=TrainingLoop.of(self._plan.about))
@@ -183,10 +183,10 @@ class _Sizes:
             if self._plan.offloads:
                 offloads = from_offload_refs(graph, self._plan.offloads, places_in(self._plan, graph))
                 require_kept(Memory(graph), regions, offloads)
-            self._known[batch_size] = _Recorded(workload, step, graph, refs, regions, offloads, self._how)
+            self._known[batch_size] = _RecordedStep(workload, step, graph, refs, regions, offloads, self._how)
         return self._known[batch_size]
 
-    def planned_load(self, recorded: _Recorded) -> tuple[float, str]:
+    def planned_load(self, recorded: _RecordedStep) -> tuple[float, str]:
         """Return the factor by which the planned step is too large, in memory or in time, and the reason."""
         graph, regions = recorded.graph, recorded.regions
         load, why = self._memory_load(graph, recorded.memory().curve(regions).peak_bytes, "the planned step")
@@ -197,7 +197,7 @@ class _Sizes:
             return seconds / BEARABLE_S, f"a step is estimated to take {seconds:.0f} s, more than {BEARABLE_S:.0f} s"
         return load, why
 
-    def untouched_load(self, recorded: _Recorded) -> tuple[float, str]:
+    def untouched_load(self, recorded: _RecordedStep) -> tuple[float, str]:
         graph, target = recorded.graph, self._place.target
         graph = with_untraced(graph, recorded.step, estimated_costs(graph, target), target)
         return self._memory_load(graph, Memory(graph).peak_without_checkpointing, "the step without the plan")
@@ -221,7 +221,9 @@ class _Sizes:
         self._known.clear()
         return True
 
-    def largest(self, load_of: Callable[[_Recorded], tuple[float, str]], at_most: int | None = None) -> _Recorded:
+    def largest(
+        self, load_of: Callable[[_RecordedStep], tuple[float, str]], at_most: int | None = None
+    ) -> _RecordedStep:
         """Return the step at the largest batch size, halved from `at_most`, whose load is at most 1."""
         size = wanted = at_most or self._workload.batch_size
         while True:
@@ -280,7 +282,7 @@ class _Prediction:
     allocator: dict[str, int]
 
 
-def _predict(recorded: _Recorded, place: PlanningDevice, on_progress: Progress | None) -> _Prediction:
+def _predict(recorded: _RecordedStep, place: PlanningDevice, on_progress: Progress | None) -> _Prediction:
     assert place.device is not None
     graph = recorded.graph
     costs = time_operators(graph.kinds, place.device, on_progress=on_progress)
@@ -377,7 +379,7 @@ class _Comparison:
     differences: tuple[str, ...]
 
 
-def _observed_nodes(counts: Counts, recorded: _Recorded) -> int:
+def _observed_nodes(counts: Counts, recorded: _RecordedStep) -> int:
     """Count the nodes that ran again. Modules count whole, less the nodes that early stop leaves out."""
     if not isinstance(counts, ModuleCounts):
         return counts.recomputed_nodes
@@ -394,8 +396,8 @@ class _Validation:
         plan: Plan,
         how: Execution,
         place: PlanningDevice,
-        planned_step: _Recorded,
-        compared: _Recorded,
+        planned_step: _RecordedStep,
+        compared: _RecordedStep,
         seed: int,
         repeats: int,
         notes: list[str],

@@ -25,7 +25,7 @@ from remat.errors import RematError, UsageError, is_out_of_memory
 from remat.units import gib
 
 Closure = Callable[[], torch.Tensor]
-_CLOSED = (str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module)
+_LEAF_TYPES = (str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module)
 _REMEDY = "Return a torch.optim.Optimizer, an object with a `step()` that steps some, or a list of optimizers."
 
 
@@ -136,7 +136,7 @@ def _reached(value: Any) -> Iterator[Any]:
     waiting = [value]
     while waiting:
         each = waiting.pop()
-        if each is None or isinstance(each, _CLOSED) or id(each) in seen:
+        if each is None or isinstance(each, _LEAF_TYPES) or id(each) in seen:
             continue
         seen[id(each)] = each
         yield each

@@ -93,7 +93,7 @@ class Workload:
         This includes a loss outside of the model's forward. Its plans are for `remat.planned_step`.
         """
         build, step = self.build, self.step
-        return dataclasses.replace(self, build=lambda: Stepped(build(), step), step=_loss_of)
+        return dataclasses.replace(self, build=lambda: StepModule(build(), step), step=_loss_of)
 
     def with_dtype(self, policy: DTypePolicy) -> Workload:
         """Return the workload under another dtype policy.
@@ -115,7 +115,7 @@ class Workload:
         )
 
 
-class Stepped(nn.Module):
+class StepModule(nn.Module):
     """A model and a step as one module, from a batch to its loss."""
 
     def __init__(self, model: nn.Module, step: Step):

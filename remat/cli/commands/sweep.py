@@ -170,7 +170,7 @@ def _chart(found: Sweep, unit: str, options: ConsoleOptions) -> Iterator[Text]:
 
 def _notes(found: Sweep, files: tuple[str, ...]) -> Iterator[str]:
     from remat.cli.screen import execution_notes
-    from remat.planning.comparison import KEPT, LIGER_LIKE, LOSS_WHOLE, UNFUSED
+    from remat.planning.comparison import LIGER_LIKE, LOSS_WHOLE, NO_OFFLOAD, UNFUSED
 
     if found.costs == "estimated":
         yield "step times are estimated"
@@ -195,6 +195,6 @@ def _notes(found: Sweep, files: tuple[str, ...]) -> Iterator[str]:
         yield f"{UNFUSED}: the best without fused kernels"
         how += " --fuse"
     if any(point.host_bytes for point in found.points):
-        yield f"{KEPT}: the best without offloading"
+        yield f"{NO_OFFLOAD}: the best without offloading"
         how += " --offload activations"
     yield f"next: remat plan{how} with one of these as --budget"

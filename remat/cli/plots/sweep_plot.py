@@ -34,7 +34,18 @@ LABELS = {
     "exact-whole-loss": "remat, bitwise gradients",
 }
 COLOUR = "#0b3d91"
-OTHERS = ("#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8c6d31", "#777777", "#5e3c99", "#b2182b", "#35978f")
+OTHER_COLOURS = (
+    "#e69f00",
+    "#009e73",
+    "#d55e00",
+    "#cc79a7",
+    "#56b4e9",
+    "#8c6d31",
+    "#777777",
+    "#5e3c99",
+    "#b2182b",
+    "#35978f",
+)
 MARKERS = (  # matplotlib's name, plotly's name
     ("s", "square"),
     ("^", "triangle-up"),
@@ -95,7 +106,7 @@ class _Series:
 
 def _others(sweep: Sweep) -> Iterator[_Series]:
     for i, (name, points) in enumerate(sweep.by_strategy().items()):
-        yield _Series(LABELS.get(name, name), points, OTHERS[i % len(OTHERS)], MARKERS[i % len(MARKERS)])
+        yield _Series(LABELS.get(name, name), points, OTHER_COLOURS[i % len(OTHER_COLOURS)], MARKERS[i % len(MARKERS)])
 
 
 def _curve(sweep: Sweep) -> _Series:

@@ -31,8 +31,8 @@ COLOURS = {
     "temporaries of the optimizer": "#cc79a7",
     "workspaces": "#009e73",
 }
-OTHER = "#bbbbbb"
-RECOMPUTING = "#56b4e9"
+OTHER_COLOUR = "#bbbbbb"
+RECOMPUTING_COLOUR = "#56b4e9"
 MEASURED, BUDGET = "#111111", "#b2182b"
 
 
@@ -76,7 +76,7 @@ def _draw_picture(timeline: StepTimeline, path: Path) -> None:
     (unit, name_of_unit), names = _unit(timeline), _ordered(timeline)
     time_ms = timeline.time_us / 1000
     stacked = [timeline.parts[name] / unit for name in names]
-    colours = [COLOURS.get(name, OTHER) for name in names]
+    colours = [COLOURS.get(name, OTHER_COLOUR) for name in names]
     axes.stackplot(time_ms, stacked, labels=names, colors=colours, linewidth=0, step="post")
     if (moments := _stretched(timeline)) is not None and timeline.measured is not None:
         axes.step(
@@ -123,7 +123,7 @@ def _draw_page(timeline: StepTimeline, path: Path) -> None:
             y=timeline.parts[name] / unit,
             name=name,
             stackgroup="alive",
-            line={"width": 0, "shape": "hv", "color": COLOURS.get(name, OTHER)},
+            line={"width": 0, "shape": "hv", "color": COLOURS.get(name, OTHER_COLOUR)},
             hovertemplate=f"{name} %{{y:.3f}} {name_of_unit}<extra></extra>",
         )
     if (moments := _stretched(timeline)) is not None and timeline.measured is not None:

@@ -41,12 +41,12 @@ from remat.errors import RematError
 from remat.evaluation.plan import NodeRef, OffloadRef
 from remat.execution.eager.offloading import CallOffloads, OffloadedForward, Offloader
 from remat.execution.eager.products import is_product
-from remat.execution.eager.saving import RanAgain, Recipe, Replay, Save, Tape, recipe_of, signature_of, storage_of
+from remat.execution.eager.saving import Recipe, Replay, RerunWatch, Save, Tape, recipe_of, signature_of, storage_of
 from remat.execution.random_states import Source, set_state, state_of
 from remat.execution.recomputed import Recomputed
 from remat.host.weights import HostWeights
 
-_RUNNING = ("running_mean", "running_var")
+_RUNNING_STATISTICS = ("running_mean", "running_var")
 _MOST_RECIPES = 16  # calls of one node, in all sizes that it is given
 
 
@@ -113,7 +113,7 @@ class RewriteOptions:
 
     @contextlib.contextmanager
     def context_of_recomputation(self) -> Iterator[None]:
-        with self.weights.recomputing() if self.weights is not None else _NOTHING, self.recompute_context():
+        with self.weights.recomputing() if self.weights is not None else _NO_CONTEXT, self.recompute_context():
             yield
 
 
@@ -168,7 +168,7 @@ class RegionTape:
         return self.replaying or (self._outer is not None and self._outer.again)
 
     def contexts(self) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-        return _NOTHING, _Recomputation(self)
+        return _NO_CONTEXT, _Recomputation(self)
 
     def child(self, key: int) -> RegionTape:
         """Return the tape of inner region `key`; a recomputation gets the same one as forward. (Rule 5)"""
@@ -280,14 +280,14 @@ class RegionTape:
         if not self.options.observe:
             with replay:
                 return function(*args, **kwargs)
-        with (watch := RanAgain()), replay:
+        with (watch := RerunWatch()), replay:
             try:
                 return function(*args, **kwargs)
             finally:
                 self.options.counts.recomputed_nodes += watch.found
 
 
-_NOTHING = contextlib.nullcontext()
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 class _Recomputation:
@@ -334,7 +334,7 @@ def _states_of(node: fx.Node) -> tuple[Any, ...]:
     """Return the module state that a node updates: running statistics, or the counter itself."""
     if called(node) != "batch_norm":
         return node.args[:1]
-    return (*node.args[1:3], *(node.kwargs.get(name) for name in _RUNNING))
+    return (*node.args[1:3], *(node.kwargs.get(name) for name in _RUNNING_STATISTICS))
 
 
 def _place_of(node: fx.Node) -> str:
@@ -454,7 +454,7 @@ def _batch_norm(function: Callable[..., Any], key: int) -> Callable[..., Any]:
         if not tape.again:
             return function(*args, **kwargs)
         args = (*args[:1], *(statistic.clone() for statistic in args[1:3]), *args[3:])
-        running = {name: kwargs[name].clone() for name in _RUNNING if name in kwargs}
+        running = {name: kwargs[name].clone() for name in _RUNNING_STATISTICS if name in kwargs}
         return function(*args, **{**kwargs, **running})
 
     return call

@@ -44,7 +44,7 @@ class _Argument:
         return tensor if self.layout is None else tensor.as_strided(*self.layout)
 
 
-class Away(Protocol):
+class MaybeOnHost(Protocol):
     """A tensor that may be on the host."""
 
     def fetch(self) -> None:
@@ -61,7 +61,7 @@ class _Kept:
 
     def __init__(self, tensor: torch.Tensor):
         self._tensor: torch.Tensor | None = tensor
-        self._away: Away | None = None
+        self._away: MaybeOnHost | None = None
         self.version = tensor._version
 
     @property
@@ -82,7 +82,7 @@ class _Kept:
         self._tensor = self.tensor.clone()
         self.version = self._tensor._version
 
-    def send(self, pack: Callable[[torch.Tensor], Away]) -> None:
+    def send(self, pack: Callable[[torch.Tensor], MaybeOnHost]) -> None:
         """Move the tensor to where `pack` puts it, until it is asked for."""
         self._away, self._tensor = pack(self.tensor), None
 
@@ -103,7 +103,7 @@ class Tape:
 
     __slots__ = ("copied", "kept", "results", "writes")
 
-    def send(self, storage: int, pack: Callable[[torch.Tensor], Away]) -> None:
+    def send(self, storage: int, pack: Callable[[torch.Tensor], MaybeOnHost]) -> None:
         """Send kept tensors in `storage` to where `pack` puts them."""
         self.require_unchanged()
         for kept in self.kept:
@@ -305,7 +305,7 @@ def _kept_in(value: Any) -> Iterator[_Kept]:
             yield from _kept_in(leaf)
 
 
-class RanAgain(LeanMode):
+class RerunWatch(LeanMode):
     """Sees the operators below a `Replay`; `found` says whether any were more than views, casts and writes to casts."""
 
     def __init__(self) -> None:

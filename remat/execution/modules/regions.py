@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from remat._torch.training import fakes_are_on
-from remat.capture.attention_masks import PADDING, all_ones, masks_of
+from remat.capture.attention_masks import PADDED_BATCH, all_ones, masks_of
 from remat.capture.dynamo import named_tensors, without_cache
 from remat.errors import PlanMismatch, UsageError
 from remat.evaluation.plan import RegionRef
@@ -331,7 +331,7 @@ class PlannedModules(PlannedForward):
         """Warn if the batch is padded and the plan is not for that: untraced, the model inspects its own masks."""
         if self._planned_masks.padded or not masks_of(named_tensors(self.original, args, kwargs), all_ones).padded:
             return
-        self._not_as_planned("padding", f"{PADDING}.")
+        self._not_as_planned("padding", f"{PADDED_BATCH}.")
 
     def _warn_of_own_checkpointing(self) -> None:
         if checkpoints_itself(self.model):
