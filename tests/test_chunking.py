@@ -584,7 +584,7 @@ def test_a_plan_cuts_the_loss_where_nothing_else_fits() -> None:
     assert [each.slices for each in chunks_of(made.about)] == [2]
     assert made.predicted["peak_bytes"] < least
     assert made.solver["bound_us"] <= made.solver["objective_us"]
-    assert "no plan without (--exact) fits" in plan_text(made)
+    assert "no plan without them (--exact) fits" in plan_text(made)
 
 
 def test_where_nothing_is_recomputed_the_loss_is_left_whole() -> None:

@@ -544,7 +544,7 @@ def test_a_profile_plans_as_its_model_does_and_remembers_it(remat: Remat) -> Non
     assert (a.regions, a.fingerprints, a.about) == (b.regions, b.fingerprints, b.about)
     assert (a.predicted["judged_by"], b.predicted["judged_by"]) == ("replay", "evaluator")
     text = remat("plan", "--profile", "p.json", "--budget", "72MiB").stdout
-    assert "not replayed, and the loss not chunked: a profile has no model" in text
+    assert "a profile has no model: the evaluator computed the peak, and the loss stays whole" in text
 
 
 def test_show_prints_every_region_or_the_file(remat: Remat) -> None:

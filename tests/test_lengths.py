@@ -238,7 +238,7 @@ def test_measured_peaks_are_within_the_budget_at_every_length() -> None:
 def test_the_command_plans_shows_and_validates_every_length(remat: Remat) -> None:
     Path("text.py").write_text(MODEL)
     said = remat("plan", "--model", "text.py:text", "--budget", "64%step", "--target", "cpu", "--lengths", "4, 8,16")
-    assert said.exit_code == 0 and "a batch runs under the first plan that holds it" in said.stdout
+    assert said.exit_code == 0 and "each batch uses the first plan with enough tokens" in said.stdout
     assert "no plan for 4" in said.stdout
     data = json.loads(remat("show", "text.plan.json", "--json").stdout)
     lengths = [each["about"]["seq_len"] for each in data["shorter"]]

@@ -135,3 +135,34 @@ def test_quiet_draws_no_progress_on_a_terminal(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     assert "recording" in on_terminal("plan", *STEP, "--budget", "72MiB", cwd=tmp_path)
     assert "recording" not in on_terminal("plan", *STEP, "--budget", "72MiB", "--quiet", cwd=tmp_path)
+
+
+OF_ONE_BACKGROUND = {
+    30,
+    33,
+    37,
+    38,
+    93,
+    97,
+    *range(40, 49),
+    *range(100, 108),
+}  # black, yellow, white, fixed, backgrounds
+
+
+def colours_of(said: str) -> set[int]:
+    return {int(code) for codes in re.findall(r"\x1b\[([0-9;]+)m", said) for code in codes.split(";")}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan", "--help"),
+        pytest.param(("plan", *STEP, "--budget", "80GiB"), marks=pytest.mark.exhaustive),
+        pytest.param(("compare", *STEP, "--budget", "72MiB"), marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda command: " ".join(command[:1] + command[-1:]),
+)
+def test_no_colour_needs_a_dark_or_a_light_terminal(command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    colours = colours_of(on_terminal(*command, cwd=tmp_path))
+    assert colours and not colours & OF_ONE_BACKGROUND

@@ -169,7 +169,7 @@ def test_a_model_that_runs_traced_only_is_planned_all_the_same() -> None:
     plan = plan_profile(profile, Budget(1 << 40, 1 << 40))
     memory = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
     assert plan.without_checkpointing["peak_bytes"] == memory.peak_without_regions
-    assert "of the traced step; without tracing it may need more" in plan_text(plan)
+    assert "for the traced step; the untraced step may need more" in plan_text(plan)
 
 
 # Everywhere else

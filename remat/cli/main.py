@@ -69,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         gc.set_threshold(*GC_THRESHOLDS)
     arguments = sys.argv[1:] if argv is None else list(argv)
     as_json = "--json" in arguments
+    if "--help" in arguments:
+        _colour_help()
     try:
         command = typer.main.get_command(app)
         answer = command.main(args=arguments, prog_name="remat", standalone_mode=False)
@@ -84,6 +86,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERNAL_ERROR
     except Exception as error:
         return _fail(error, as_json)
+
+
+def _colour_help() -> None:
+    """Replace typer's yellow, which a light terminal hides."""
+    from typer import rich_utils
+
+    rich_utils.STYLE_TYPES = rich_utils.STYLE_USAGE = "magenta"
 
 
 def _fail(error: Exception, as_json: bool) -> int:

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Column
 from rich.text import Text
+from rich.theme import Theme
 
 from remat.evaluation.form import CAPTURED_FORM, LEFT_WHOLE, SLICED_OVERHEAD, WHOLE_LOSS_OVERHEAD, form_of
 from remat.evaluation.graph import CHUNKED_ROWS, TRACED_ONLY
@@ -36,6 +37,8 @@ MOST_HANGING = 0.7  # of the width: text is not indented to a column that begins
 LOG_EVERY_S = 30.0
 LIBRARIES = ("torch", "transformers", "huggingface_hub")  # whose warnings are about nothing a reader can change
 
+# Readable on dark and light terminals; rich's own yellow and dark grey are not.
+PROGRESS_STYLES = {"progress.elapsed": "cyan", "bar.back": "dim", "bar.complete": "green", "bar.finished": "green"}
 
 _ARGUMENT = re.compile(r"`(\w+)=([^`]*)`")
 _OPTION_NAMES = {"time_s": "time-limit"}  # arguments whose option has another name
@@ -92,7 +95,7 @@ def _by_length(plan: Plan) -> str:
         for each in (*plan.shorter, plan)
     ]
     (header,), lines = columns(("tokens", "peak", "step", "added", "without checkpointing"), rows)
-    return "\n  ".join(["a batch runs under the first plan that holds it", header, *lines])
+    return "\n  ".join(["each batch uses the first plan with enough tokens", header, *lines])
 
 
 def _caveats(plan: Plan) -> Iterator[str]:
@@ -101,15 +104,15 @@ def _caveats(plan: Plan) -> Iterator[str]:
 
     if plan.about.get("own_checkpoints"):
         yield (
-            f"the model calls torch.utils.checkpoint itself ({_count(plan.about['own_checkpoints'], 'time')}): under a "
-            'plan these calls do nothing, and "without checkpointing" is without them too'
+            f"the model calls torch.utils.checkpoint itself ({_count(plan.about['own_checkpoints'], 'time')}): a plan "
+            'ignores these calls, and "without checkpointing" excludes them'
         )
     yield from bound_by_host(plan)
     yield from caveats(plan.about)
     if unmeasured := plan.predicted.get("unmeasured_kernels"):
         yield (
-            f"{_count(unmeasured, 'kind')} of kernel could not be measured: their workspaces are "
-            "not in the peak; remat validate measures it"
+            f"the peak excludes workspaces of {_count(unmeasured, 'kind')} of kernel that this machine could not "
+            "measure; `remat validate` measures the peak"
         )
 
 
@@ -157,7 +160,7 @@ def _assumed(about: dict[str, Any]) -> str:
         return ""
     attention = f"; attention: {' and '.join(about['attention'])}" if about["attention"] else ""
     missing = about["workspaces_not_counted"]
-    left = f"; workspaces of {' and '.join(missing)} are estimates: the library chooses" if missing else ""
+    left = f"; workspaces of {' and '.join(missing)} are estimates: the library chooses its kernels" if missing else ""
     return f"\nassumed: {about['assumes']}{attention}{left}{_priced_by(about.get('kernel_times'))}"
 
 
@@ -172,7 +175,7 @@ def _priced_by(shares: dict[str, Any] | None) -> str:
     )
 
 
-_TRACED_NOTE = "of the traced step; without tracing it may need more"
+_TRACED_NOTE = "for the traced step; the untraced step may need more"
 
 
 def _promise(plan: Plan) -> list[tuple[str, ...]]:
@@ -207,8 +210,12 @@ def _form(plan: Plan) -> list[tuple[str, ...]]:
         extra = plan.predicted["form_time_us"] / (plan.without_checkpointing["step_time_us"] or 1.0)
         whole = plan.predicted.get(WHOLE_LOSS_OVERHEAD)
         parts = "fused kernels" if form.fused else "chunks"
-        other = "no plan without (--exact) fits" if whole is None else f"without (--exact): {100 * whole:+.1f} % in all"
-        rows.append(("", f"{100 * extra:+.1f} %", f"step time of the {parts} alone; {other}"))
+        other = (
+            "no plan without them (--exact) fits"
+            if whole is None
+            else f"without them (--exact) a plan adds {100 * whole:+.1f} %"
+        )
+        rows.append(("", f"{100 * extra:+.1f} %", f"added by the {parts} alone; {other}"))
     elif (sliced := plan.predicted.get(SLICED_OVERHEAD)) is not None:
         rows.append(("loss", "whole", f"not chunked: the gain is below 1 % (overhead {100 * sliced:.1f} % if chunked)"))
     if not form.chunks and (plan.regions or plan.offloads):
@@ -295,7 +302,7 @@ def _decision(plan: Plan) -> list[tuple[str, ...]]:
         least = f"{ms(bound_us)} of {price}" if bound_us >= 0 else f"saves at most {ms(-bound_us)}"
         rows.append(("", "", _labelled(f"not proved optimal; lower bound: {least}", plan)))
     if solver.get("cut_short"):
-        rows.append(("", "", "no time to look at every chunked or fused form: raise --time-limit"))
+        rows.append(("", "", "the search skipped some chunked or fused forms: raise --time-limit"))
     return rows
 
 
@@ -479,12 +486,11 @@ class _Rest(ProgressColumn):
         return Text("" if rest is None else f"about {rest:.0f} s left", style="dim")
 
 
-class _Share(BarColumn):
+class _Share(ProgressColumn):
     """A bar, if the total is known."""
 
-    def render(self, task: Task) -> ProgressBar:
-        self.bar_width = 12 if task.total is not None else 0
-        return super().render(task)
+    def render(self, task: Task) -> RenderableType:
+        return Text() if task.total is None else ProgressBar(task.total, task.completed, width=12)
 
 
 quiet = False  # `--quiet`: no progress at all
@@ -493,7 +499,7 @@ quiet = False  # `--quiet`: no progress at all
 @contextlib.contextmanager
 def live_line() -> Iterator[LiveLine]:
     """Show a `LiveLine` for a while; on a terminal it leaves nothing behind."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, theme=Theme(PROGRESS_STYLES))
     description = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
     columns = (SpinnerColumn(), TimeElapsedColumn(), description, _Share(), _Rest())
     shown = console.is_terminal and sys.stderr.isatty() and not quiet

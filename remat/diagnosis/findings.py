@@ -180,7 +180,7 @@ class _Reasons:
         kind: Kind = "larger batch" if found > planned else "smaller batch"
         sentence = f"the batch was {found / planned:.3g} times the planned one: {rows} in place of {as_planned}"
         if length:
-            sentence += ", or as many more tokens in other ways"
+            sentence += ", or longer sequences with as many tokens"
         changes = self.predicted_bytes - sum(self.profile.graph.fixed_bytes.values())
         remedy = f"train with {as_planned}, or plan for the batch that runs (--batch-size {found})"
         return [Finding(kind, sentence, remedy, round(changes * (found / planned - 1)))]
@@ -227,8 +227,8 @@ class _Reasons:
             idle = failed.before.reserved_bytes - failed.before.requested_bytes
             if idle >= failed.size_bytes:
                 sentence = (
-                    f"fragmentation: {gib(failed.size_bytes)} were refused while {gib(idle)} were free in pieces "
-                    f"within the {gib(failed.before.reserved_bytes)} that the process held"
+                    f"fragmentation: a request of {gib(failed.size_bytes)} failed while {gib(idle)} were free "
+                    f"in pieces within the {gib(failed.before.reserved_bytes)} that the process held"
                 )
                 yield Finding("fragmentation", sentence, remedy, idle)
             return

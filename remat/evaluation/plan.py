@@ -390,7 +390,7 @@ def bound_by_host(plan: Plan) -> list[str]:
     host_us, device_us = predicted["host_us"], predicted["device_us"]
     again_us = predicted["host_again_us"]
     under = f"; under the plan {ms(host_us + again_us)}, {ms(device_us + predicted['device_again_us'])}"
-    without = f"launching kernels takes {ms(host_us)}, running {ms(device_us)}"
+    without = f"launching kernels takes {ms(host_us)}, running them {ms(device_us)}"
     return [f"bound by the host: {without}{under if again_us else ''}"]
 
 

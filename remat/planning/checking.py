@@ -68,7 +68,7 @@ class Verdict:
         what = "reserved by the allocator, simulated" if self.is_reserved else "requested"
         step = f"{self.workload} on {self.target} {'fits' if self.fits else 'does not fit'}"
         line = f"{step}: {gib(self.needed_bytes)} {what}, limit {gib(self.limit_bytes)}"
-        return line if self.fits else f"{line}. {self.change or 'Nothing that was tried fits.'}"
+        return line if self.fits else f"{line}. {self.change or 'No change that was tried fits.'}"
 
     def to_json(self) -> dict[str, Any]:
         return {"fits": self.fits, **dataclasses.asdict(self)}

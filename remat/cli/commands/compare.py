@@ -244,7 +244,7 @@ def _notes(found: Comparison, files: Sequence[str]) -> Iterator[str]:
         if all(row.bound_us is None for row in found.rows):
             yield "next: add exact to --strategies, to find out whether any plan fits"
     elif best is not None and best.plan is not None and best.plan.predicted["judged_by"] != "replay":
-        yield "not replayed: a profile has no model; the evaluator computed the peaks"
+        yield "a profile has no model: the evaluator computed the peaks"
     if found.interrupted:
         yield "interrupted: some strategies or measurements are missing"
     yield from (f"wrote {path}" for path in files)

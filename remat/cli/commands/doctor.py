@@ -93,5 +93,5 @@ def _text(found: Diagnosis, *, compared: bool) -> str:
         remedy = f"\n  {finding.remedy}" if finding.remedy else ""
         paragraphs.append(f"{finding.kind}{explains}\n  {finding.sentence}{remedy}")
     if not compared:
-        paragraphs.append("sizes were not compared: the plan does not say how to build its model; add --profile")
+        paragraphs.append("no comparison of sizes: the plan does not say how to build its model; add --profile")
     return "\n\n".join(paragraphs)

@@ -213,7 +213,9 @@ def _speed_text(found: Estimate) -> str:
     size = f"{speed.tokens:,} tokens" if speed.tokens else f"{speed.samples:,} samples"
     rows: list[tuple[str, ...]] = [("optimizer step", f"{ms(speed.update_time_us)}{estimated}", f"{size}, {rate}")]
     if speed.host_us > speed.device_us:
-        rows.append(("bound by the host", "", f"launching kernels takes that long, running them {ms(speed.device_us)}"))
+        rows.append(
+            ("bound by the host", "", f"launching kernels takes this time; running them takes {ms(speed.device_us)}")
+        )
     if speed.mfu is not None and speed.hfu is not None:
         recomputed = "" if speed.hfu == speed.mfu else f"; HFU {100 * speed.hfu:.1f} % with recomputation"
         flops = f"{speed.model_flops / 1e12:,.1f} TFLOP{recomputed}"

@@ -217,9 +217,9 @@ def _verdict(found: BatchFit) -> str:
         return f"{how} is {-100 * faster:.1f} % slower than `{name}`, whose steps wait for copies; plans here do not."
     if faster < 0.0005:
         same = "the same as" if best.micro_batch == rival.micro_batch else "as fast as"
-        return f"{how} is {same} the best rung of the ladder, `{name}`: nothing is gained by recomputing differently."
+        return f"{how} is {same} the best rung of the ladder, `{name}`: other recomputation gains nothing."
     if best.fused:
-        less = "fused groups take traffic away"
+        less = "fused kernels move fewer bytes"
         return f"{how} is {100 * faster:.1f} % faster than the best rung of the ladder, `{name}`: {less}."
     why = []
     if best.micro_batch > rival.micro_batch:
@@ -237,7 +237,7 @@ def _notes(found: BatchFit) -> list[str]:
     if slices := found.best.slices:
         notes.append(f"the loss runs in {slices} chunk{'s' if slices > 1 else ''}; --exact leaves it whole")
     if found.best.fused:
-        notes.append("groups of pointwise and reducing nodes are compiled, each by itself; the ladder fuses none")
+        notes.append("the plan has fused kernels; the ladder has none")
     if sent := found.best.offloaded_bytes:
         notes.append(f"{gib(sent)} of every micro-batch are on the host between forward and backward")
     if found.best.last != found.best.micro_batch:

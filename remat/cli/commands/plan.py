@@ -173,14 +173,14 @@ def _answer(plan: Plan, path: Path, *, replayed: bool, lengths: Sequence[int]) -
     menu = [menu_text(plan)] if plan.about.get("alternatives") else []
     notes = []
     if not replayed:
-        notes.append("not replayed, and the loss not chunked: a profile has no model")
+        notes.append("a profile has no model: the evaluator computed the peak, and the loss stays whole")
     if alike := sorted({*lengths} - {each.about["seq_len"] for each in plan.shorter}):
         tokens = ", ".join(map(str, alike))
         notes.append(
-            f"no plan for {tokens} tokens: none was found, or it saves less than 1 % of the step over the next one"
+            f"no plan of its own for {tokens} tokens: none was found, or the next one adds less than 1 % of the step"
         )
     if not any(each.offload for each in plan.alternatives):
-        notes.append("--menu compares others: bitwise gradients, fused kernels, activation offloading")
+        notes.append("--menu compares this plan with bitwise gradients, fused kernels and activation offloading")
     notes += [f"wrote {path}", f"next: remat validate {path}"]
     if plan.solver.get("interrupted"):
         notes.append("interrupted: this is the best plan so far; more time may find or prove a better one")

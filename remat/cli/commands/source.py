@@ -191,8 +191,8 @@ def warn_of_budget(limit: Budget | None, target: Target) -> None:
         tell(
             "warning",
             f"the budget of {gib(limit.given_bytes)} is more than the {gib(target.memory_bytes)} of {target.name}; "
-            "it is planned for all the same.",
-            "bold yellow",
+            "lower --budget to fit the card.",
+            "bold magenta",
         )
 
 

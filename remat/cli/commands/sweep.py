@@ -184,7 +184,7 @@ def _notes(found: Sweep, files: tuple[str, ...]) -> Iterator[str]:
     how = "" if found.execution == "eager" else f" --execution {found.execution}"
     others = found.by_strategy()
     if any(point.slices for point in found.points):
-        yield "loss chunks: the loss is computed in so many chunks; its weights' gradients are summed in another order"
+        yield "loss chunks: number of chunks of the loss; gradients of its weights are summed in another order"
     if rows := max((point.rows for point in found.points), default=0):
         yield f"{MLPS.strip()}: MLPs are chunked too, into {rows}; they are recomputed in backward"
     if LOSS_WHOLE in others:

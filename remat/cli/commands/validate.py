@@ -86,6 +86,6 @@ def measuring_first(line: LiveLine) -> Callable[[int, int], None]:
     def on_progress(done: int, total: int) -> None:
         line.measured(done, total)
         if done == total:
-            line.say("running the untouched and the planned step")
+            line.say("running the step without and with the plan")
 
     return on_progress
