@@ -273,7 +273,7 @@ def _collects(frame: Any) -> bool:
 
 def line_here() -> Read | None:
     """Return the line of the user's code that runs now; None if there is none."""
-    frame = _outside_of(sys._getframe(1), _NOBODY)
+    frame = _outside_of(sys._getframe(1), _READ_FOR_CALLER)
     return frame and Read(frame.f_code.co_filename, frame.f_lineno)
 
 
