@@ -8,12 +8,14 @@ from typing import Any
 import typer
 
 from remat.cli.main import app
+from remat.workload.target import TARGETS
 
 
 def reference() -> Iterator[str]:
     """Lines of Markdown: a section for each command, a line for each option."""
     group: Any = typer.main.get_command(app)
     context = typer.Context(group, info_name="remat")
+    yield f"Cards by name (`--target`): {', '.join(f'`{name}`' for name in TARGETS)}.\n"
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         yield f"\n## remat {name}\n"

@@ -18,9 +18,12 @@ from typing import Any
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
 from remat.cli import model_spec as workloads
 from remat.cli import screen
+from remat.cli.main import app
 from remat.cli.model_spec import ModelSpec
 from remat.errors import NoPlanInTime, UsageError
 from remat.evaluation.plan import Plan
@@ -733,6 +736,14 @@ def test_help_needs_no_torch() -> None:
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
     assert ran.stdout.splitlines()[-1] == "False 0"
     assert "--budget" in ran.stdout
+
+
+@pytest.mark.parametrize("command", typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+def test_help_has_at_most_two_lines_an_option_at_120_columns(command: str) -> None:
+    screen = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "120", "TERMINAL_WIDTH": "120"}).output
+    options = re.findall(r"^│ \*?\s*(--[\w-]+).*((?:\n│\s{20,}.*)*)", screen, re.MULTILINE)
+    assert "--help" in dict(options)
+    assert [name for name, more in options if more.count("\n") > 1] == []
 
 
 def test_version_and_help(remat: Remat) -> None:

@@ -48,9 +48,9 @@ Allocator = Annotated[
     str | None,
     _option(
         "--allocator",
-        show_default="PYTORCH_CUDA_ALLOC_CONF here, or PyTorch's defaults",
+        show_default="as set here",
         panel=EXPERT,
-        help="PYTORCH_CUDA_ALLOC_CONF of the training, to predict reserved bytes; '' for PyTorch's defaults.",
+        help="PYTORCH_CUDA_ALLOC_CONF of the training, '' for none.",
     ),
 ]
 
@@ -155,8 +155,8 @@ class StepOptions(ModelOptions):
     target: Annotated[
         str | None,
         _option(
-            help="cuda or cpu of this machine, h100-80gb, h100-pcie, h100-nvl, h200, h200-nvl, gh200, a100-40gb, "
-            "a100-80gb, a100-80gb-pcie, l40s, rtx4090, auto."
+            help="cuda or cpu of this machine, auto, or a card by name: h100-80gb, h200, a100-40gb, l40s, rtx4090, ... "
+            "A wrong name prints all."
         ),
     ] = None
     accumulation: Annotated[
@@ -186,8 +186,7 @@ class StepOptions(ModelOptions):
         _option(
             panel=LOOP,
             show_default="loss",
-            help="Tensors that the loop keeps until the next forward returns: loss, or outputs, as in "
-            "`logits, loss = model(x, y)`.",
+            help="Kept until the next forward returns: loss, or outputs (logits too).",
         ),
     ] = None
 
@@ -197,8 +196,7 @@ class StepOptions(ModelOptions):
             panel=LOOP,
             metavar="backward",
             show_default="whole",
-            help="Time of the optimizer step. whole: after backward. backward: each parameter as soon as its gradient "
-            "is complete.",
+            help="whole: after backward. backward: each parameter with its gradient.",
         ),
     ] = None
     steps: Annotated[str | None, _option("--loop", hidden=True, help="Now --optimizer-step.")] = None
@@ -208,8 +206,7 @@ class StepOptions(ModelOptions):
         _option(
             panel=PLAN,
             show_default="none",
-            help="Offload to the host: activations, optimizer (state), weights (frozen ones, streamed), or optimizer "
-            "and another with a comma. Bitwise.",
+            help="To the host: activations, optimizer, weights, or optimizer,activations. Bitwise.",
         ),
     ] = None
 
@@ -258,10 +255,7 @@ class SourceOptions(PricedOptions):
 class BudgetOptions:
     budget: Annotated[
         str,
-        typer.Option(
-            help="Limit on the peak of the whole step: 20GiB, 20GB, 21474836480B; 90% of the target's memory; 60%step "
-            "of the step's own peak; auto: fits the card."
-        ),
+        typer.Option(help="Limit on the peak: 20GiB, 90% of memory, 60%step of its own, auto."),
     ]
     headroom: Annotated[
         str | None,
@@ -307,8 +301,7 @@ class RequestOptions:
         _option(
             panel=PLAN,
             show_default="sums",
-            help="bitwise: same gradients. sums: chunked losses and MLPs, summed in another order. rounding: also "
-            "fused kernels, less memory and time.",
+            help="bitwise gradients; sums: losses and MLPs in chunks; rounding: fused kernels too.",
         ),
     ] = None
     exact: Annotated[bool, _option("--exact", panel=PLAN, help="The same as --numerics bitwise.")] = False
@@ -374,7 +367,7 @@ class EachRequestOptions(RequestOptions):
         _option(
             panel=EXPERT,
             show_default="the heuristics and exact",
-            help="Names with commas (every-block,sqrt-n,exact), or all; a wrong name prints the list.",
+            help="Names (sqrt-n,exact), or all; a wrong name prints them.",
         ),
     ] = None
 

@@ -34,8 +34,7 @@ def plan(
     menu: Annotated[
         bool | None,
         typer.Option(
-            help="Compare other plans: bitwise gradients, chunked losses, fused kernels, each with and without "
-            "activation offloading.",
+            help="Compare plans of other numerics, with and without activation offloading.",
             show_default="on a terminal, without offloading",
         ),
     ] = None,

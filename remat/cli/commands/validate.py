@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 def validate(
     plan: PlanFile,
     model: ModelOptions,
-    device: Annotated[
-        str, typer.Option("--device", "--target", help="cuda or cpu of this machine; auto is cuda if there is one.")
-    ] = "auto",
+    device: Annotated[str, typer.Option("--device", "--target", help="cuda or cpu of this machine, or auto.")] = "auto",
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of weights, data and dropout.")] = 0,
     as_json: Json = False,
 ) -> Answer:
