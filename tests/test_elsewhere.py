@@ -270,6 +270,13 @@ def test_integers_are_counted_as_on_the_target() -> None:
     assert nodes_of(counted, H100).nodes
 
 
+def test_a_kernel_that_is_not_modelled_is_refused_in_words_of_ours() -> None:
+    """Dynamo wraps the refusal, and prints the operator's arguments before it."""
+    layer = nn.GRU(8, 8)
+    with pytest.raises(CaptureError, match=r"^`gru` cannot be planned for a CUDA device from here"):
+        captured(lambda x: layer(x)[0], H100)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("function", [counted, by_type, maybe, by_default, lambda x: x.pow(3) + x])
 def test_a_capture_by_name_is_that_on_the_device(function: Callable[[Tensor], Tensor]) -> None:

@@ -251,7 +251,7 @@ class GraphCalls:
             try:
                 result = self._traced_for(self.masks)(*args, **kwargs)
             except trace_error() as error:
-                if isinstance(reason := getattr(error, "inner_exception", None), RematError):
+                if (reason := _own_error(error)) is not None:
                     raise reason from error
                 if self.opens_draws and self._backend.has_drawn and not self.count:
                     raise _DrawNotOpen(str(error)) from error
@@ -383,6 +383,13 @@ def dynamo_settings(*, opens_numbers: bool = False) -> Iterator[None]:
         allow_unspec_int_on_nn_module=opens_numbers,
     ):
         yield
+
+
+def _own_error(error: BaseException | None) -> RematError | None:
+    """Return the error of ours that a tracer's error wraps, whose message says all."""
+    while error is not None and not isinstance(error, RematError):
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return error
 
 
 def _first_line(error: BaseException) -> str:
