@@ -285,6 +285,20 @@ def test_gradients_that_are_there_as_a_forward_begins_are_told_where_they_may_br
         trained(TRANSFORMER, apply(built(TRANSFORMER), tight), micro_batches=2)
 
 
+def test_two_backwards_through_one_forward_are_told_where_they_may_break_the_budget(plans: dict[str, Plan]) -> None:
+    def train(budget_bytes: int) -> None:
+        model = apply(built(TRANSFORMER), dataclasses.replace(plans["transformer"], budget_bytes=budget_bytes))
+        for _ in range(2):
+            loss = loss_of(TRANSFORMER, model, batch_of(TRANSFORMER))
+            loss.backward(retain_graph=True)
+            (2 * loss).backward()
+            model.zero_grad()
+
+    train(1 << 40)
+    with pytest.warns(UserWarning, match=r"kept its graph for another one \(retain_graph=True\)"):
+        train(plans["transformer"].predicted["peak_bytes"])
+
+
 def test_a_copy_trains_its_own_parameters_with_the_plan(planned: nn.Module) -> None:
     trained(TRANSFORMER, planned)
     planned.zero_grad()

@@ -134,13 +134,15 @@ def _with_sizes(text: str) -> tuple[str, list[int]]:
 class StepForwards:
     """The forwards of a plan's step, and where training is in them.
 
-    counted  the forwards that no backward has followed yet; of all plans that a model runs under
+    counted    the forwards that no backward has followed yet; of all plans that a model runs under
+    were_kept  whether a backward of an earlier step kept its graph for another
     """
 
     def __init__(self, plan: Plan):
         self.planned = forwards_of(plan.about, len(plan.fingerprints))
         self._traced_with = _traced_with(plan, self.planned)
         self.counted = Pass()
+        self.were_kept = False
 
     @property
     def are_single_graphs(self) -> bool:
@@ -167,6 +169,7 @@ class StepForwards:
 
     def _begin(self) -> None:
         """Begin a step; or continue it, if the planned step also has a backward or drops forwards here."""
+        self.were_kept = self.were_kept or self.counted.is_kept
         if 0 < self.counted.next < len(self.planned) and self.planned[self.counted.next - 1].ended:
             self.counted.goes_on()
         else:

@@ -44,7 +44,7 @@ from remat.chunking.chunked_loss import Watch
 from remat.chunking.chunked_rows import RowsWatch
 from remat.errors import CaptureError, PlanMismatch, is_out_of_memory
 from remat.evaluation.form import CAPTURED_FORM, form_of
-from remat.evaluation.forwards import EVALUATES, PASSES
+from remat.evaluation.forwards import DIFFERENTIATES, EVALUATES, PASSES
 from remat.evaluation.identity import Fit
 from remat.evaluation.plan import Plan
 from remat.execution.eager.rewrite import Counts, RegionWatch
@@ -653,6 +653,7 @@ class PlannedForward(UnderPlan):
             self._warn("peak", said, 6)
         if PASSES not in self.plan.about:  # of which the second and later ones have gradients
             self._compare_gradients(loop)
+        self._compare_backwards()
         self._compare_held(loop.holds_outputs)
         self._compare_optimizer()
 
@@ -671,6 +672,20 @@ class PlannedForward(UnderPlan):
                 f"{gib(self.plan.budget_bytes)}. Set gradients to None after each step "
                 "(optimizer.zero_grad(set_to_none=True)), or plan for the loop (`accumulation=`).",
                 frames=8,
+            )
+
+    def _compare_backwards(self) -> None:
+        peak = self.plan.predicted["peak_bytes"]
+        if not self.forwards.were_kept or DIFFERENTIATES in self.plan.about or "kept" in self._warned:
+            return
+        if peak + sum(p.nbytes for p in trainable(self.model)) > self.plan.budget_bytes:
+            self._not_as_planned(
+                "kept",
+                "the last backward kept its graph for another one (retain_graph=True), and the plan is for a step of "
+                "one backward: the gradients that the first leaves are there in the second, and the peak may exceed "
+                f"the planned {gib(peak)}, and with it the budget of {gib(self.plan.budget_bytes)}. Run one backward "
+                "through the sum of the losses.",
+                frames=7,
             )
 
     def _find_weights(self) -> None:

@@ -45,7 +45,7 @@ from remat.capture.settling import recording_models
 from remat.chunking.chunk import CHUNKED
 from remat.chunking.chunked_loss import ChunkedLoss
 from remat.errors import CaptureError, RematError
-from remat.evaluation.forwards import EVALUATES, FORWARDS, PASSES, is_plain
+from remat.evaluation.forwards import DIFFERENTIATES, EVALUATES, FORWARDS, PASSES, is_plain
 from remat.evaluation.graph import (
     CALLED_MODULES,
     CAST,
@@ -628,7 +628,7 @@ class Recorder(Tracker):
             backward_end=self._backward_end,
             fixed_bytes=fixed,
             parameter_gradients=self._gradients,
-            about=about,
+            about={**about, **({DIFFERENTIATES: True} if inner else {})},
             inner=inner,
         )
 

@@ -17,14 +17,16 @@ from typing import Any
 
 import torch
 
+from remat._torch.training import keeps_graph
 from remat.workload.held_outputs import output_tensors
 
 
 @dataclasses.dataclass
 class _BackwardSeen:
-    """Whether a backward went through the pass: one that frees its graph, or any."""
+    """Whether a backward went through the pass: one that makes no graph, one that keeps this one, or any."""
 
     last: bool = False
+    kept: bool = False
     any: bool = False
 
 
@@ -37,6 +39,7 @@ class _Hook:
     def __call__(self, gradients: Any) -> None:
         self._seen.any = True
         self._seen.last = self._seen.last or not torch.is_grad_enabled()
+        self._seen.kept = self._seen.kept or keeps_graph()
 
 
 class Pass:
@@ -68,6 +71,11 @@ class Pass:
         """Note that the pass that has ended was within a step, whose forwards go on."""
         self._seen = _BackwardSeen()
         self._graphs = []
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a backward went through the forwards that kept their graph for another (`retain_graph=True`)."""
+        return self._seen.kept
 
     def is_over(self, forwards: int) -> bool:
         """Return whether the next forward belongs to another step; a whole step has `forwards`."""
