@@ -96,6 +96,13 @@ UNPACKED_BATCH = (
 )
 
 
+UNPADDED_BATCH = (
+    "this batch has no padding, and the plan is for batches with padding: attention takes an explicit mask, which a "
+    "model may leave out without the plan. This is correct and needs no more memory, but losses may not be bitwise "
+    "those without the plan."
+)
+
+
 class PlannedForward(UnderPlan):
     """The forward of a model that has a plan.
 
@@ -434,6 +441,8 @@ class PlannedForward(UnderPlan):
                 self._not_as_planned("more", self._more, frames=9)
         if self._is_unpacked:
             self._warn("unpacked", UNPACKED_BATCH, 9)
+        elif self._masks_round:
+            self._warn("unpadded", UNPADDED_BATCH, 9)
         self._note_outputs(result, args, kwargs)
         self.forwards.returned(self._now, result)
         return result

@@ -39,7 +39,7 @@ class _Hook:
     def __call__(self, gradients: Any) -> None:
         self._seen.any = True
         self._seen.last = self._seen.last or not torch.is_grad_enabled()
-        self._seen.kept = self._seen.kept or keeps_graph()
+        self._seen.kept = self._seen.kept or (keeps_graph() and not torch.is_grad_enabled())
 
 
 class Pass:
