@@ -394,6 +394,7 @@ BACKWARDS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
     "both-nothing", "a part-all-in-one", "a part, and then all-nothing", "all, and then a part-all-in-one"
 )
 @pytest.mark.parametrize("choose", [CHOICES["nothing"], around_layers], ids=["nothing", "all-in-one"])
+@pytest.mark.filterwarnings("ignore:the last backward kept its graph")
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_any_part_of_a_backward_finds_its_weights(name: str, choose: Choose) -> None:
     def built() -> Any:
