@@ -83,7 +83,7 @@ from remat.recording.trails import trail_of
 from remat.workload.workload import WITH_STEP, StepModule, trainable
 
 OUTSIDE_OP = "outside"  # Node.op between two graphs, where no line is known
-MUCH_OUTSIDE = 0.1  # of the bytes that autograd keeps: values between graphs that keep more are named
+MUCH_OUTSIDE = 0.05  # of the bytes alive as backward begins: values between graphs that keep more are named
 
 
 def record(step: FakeStep, *, alignment_bytes: int = 1, whole: Graph | None = None) -> Graph:
@@ -161,7 +161,7 @@ def _kept_outside(graph: Graph) -> list[tuple[str, int]]:
         node = graph.storages.node[storage]
         if node >= 0 and graph.nodes[node].call == OUTSIDE:
             sizes[graph.nodes[node].op] += int(graph.storages.size_bytes[storage])
-    is_much = sizes.total() >= MUCH_OUTSIDE * graph.storages.size_bytes[kept].sum() > 0
+    is_much = sizes.total() > MUCH_OUTSIDE * (sum(graph.fixed_bytes.values()) + graph.storages.size_bytes[kept].sum())
     return sizes.most_common() if is_much else []
 
 
