@@ -164,6 +164,7 @@ class OwnMask(nn.Module):
 @pytest.mark.filterwarnings("ignore:this is forward number")
 @pytest.mark.fast("beside-none")
 @pytest.mark.parametrize("given", [False, True], ids=["beside-none", "beside-ones"])
+@pytest.mark.filterwarnings("ignore:this batch has no padding")
 def test_a_mask_of_the_models_own_is_never_taken_for_ones(given: bool) -> None:
     def batch(samples: int, length: int | None) -> Batch:
         ids = torch.randint(3, VOCAB, (samples, length or LENGTH))

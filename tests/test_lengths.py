@@ -239,7 +239,7 @@ def test_the_command_plans_shows_and_validates_every_length(remat: Remat) -> Non
     Path("text.py").write_text(MODEL)
     said = remat("plan", "--model", "text.py:text", "--budget", "64%step", "--target", "cpu", "--lengths", "4, 8,16")
     assert said.exit_code == 0 and "each batch uses the first plan with enough tokens" in said.stdout
-    assert "no plan for 4" in said.stdout
+    assert "no plan of its own for 4" in said.stdout
     data = json.loads(remat("show", "text.plan.json", "--json").stdout)
     lengths = [each["about"]["seq_len"] for each in data["shorter"]]
     assert lengths and lengths[-1] == 16

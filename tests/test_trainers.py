@@ -359,6 +359,7 @@ def test_a_budget_is_planned_for_once_and_trains_alike(
 
 @pytest.mark.fast("random")
 @pytest.mark.parametrize("sampling", ["random", "group_by_length"])
+@pytest.mark.filterwarnings("ignore:this batch has no padding")
 def test_batches_of_several_lengths_run_under_their_own_plans(sampling: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"data": rows(length=lambda i: (20, 8, 12, 5)[i % 4]), "collate": padded, "max_steps": 8}
     options["train_sampling_strategy"] = sampling
@@ -980,6 +981,7 @@ TWICE = {"num_iterations": 2, "gradient_accumulation_steps": 2}
 @pytest.mark.parametrize(
     "options", [pytest.param({}, id="grpo"), pytest.param({"name": "RLOO", "steps_per_generation": 2}, id="rloo")]
 )
+@pytest.mark.filterwarnings("ignore:this batch has no padding")
 def test_trainers_that_generate_train_alike(
     options: dict[str, Any], generating: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1005,6 +1007,7 @@ REFERRING = {"beta": 0.1, "bf16": True, **TWICE}
         pytest.param(20, {**REFERRING, "name": "RLOO"}, id="rloo-20-updates", marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.filterwarnings("ignore:this batch has no padding")
 def test_trainers_that_generate_keep_the_budget(
     steps: int, options: dict[str, Any], generating: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
