@@ -208,8 +208,13 @@ class _ChainSearch:
             self._tell()
 
     def _stalls(self) -> bool:
-        """Return whether the gap has stalled for long, relative to the time that it took to get there."""
+        """Return whether the gap has stalled for long, relative to the time that it took to get there.
+
+        Without a time limit, the search also ends some time after it has a plan.
+        """
         now, gap_ns = time.monotonic(), self.found.objective_ns - self.found.bound_ns
+        if self.limits.time_s is None and now - self.found.started > self.limits.clock.chain_s and gap_ns < math.inf:
+            return True
         if math.isinf(gap_ns) or gap_ns < (1 - PROGRESS) * self.gap_then_ns:
             self.gained_at, self.gap_then_ns = now, gap_ns
         return now - self.gained_at > max(self.limits.clock.stalls_s, self.gained_at - self.found.started)

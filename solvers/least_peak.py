@@ -49,9 +49,16 @@ class LeastPeak:
     def proved(self) -> bool:
         return self.bound_bytes >= self.peak_bytes
 
+    def decides(self, budget_bytes: int | None) -> bool:
+        """Return whether it is known if a plan fits `budget_bytes`; for None, whether the plan is the best."""
+        return self.proved or (budget_bytes is not None and not self.bound_bytes <= budget_bytes < self.peak_bytes)
 
-def least_peak(problem: Problem, limits: Limits) -> LeastPeak:
-    """Find the plan with the least peak in the problem's space, as far as time allows, whatever the budget."""
+
+def least_peak(problem: Problem, limits: Limits, *, fits_bytes: int | None = None) -> LeastPeak:
+    """Find the plan with the least peak in the problem's space, as far as time allows, whatever the budget.
+
+    fits_bytes  stop as soon as it is known whether any plan fits it
+    """
     started = time.monotonic()
     highest = problem.with_budget(problem.memory.peak_without_regions)
     best = LeastPeak(highest.budget_bytes, (), problem.optimizer_peak_bytes)
@@ -59,10 +66,10 @@ def least_peak(problem: Problem, limits: Limits) -> LeastPeak:
     best = _better(best, highest, solved.plan())
     best = dataclasses.replace(best, bound_bytes=min(max(best.bound_bytes, solved.least_bytes), best.peak_bytes))
     deadline_s = deadline_of(limits, started)
-    if not best.proved and (aside := storages_outside(highest, Case())):
+    if not best.decides(fits_bytes) and (aside := storages_outside(highest, Case())):
         chain = solved.chain.counting_as(Case(aside=aside), solved.useful(best.peak_bytes))
-        best = _halved(best, chain, deadline_s)
-    if best.proved or time.monotonic() > deadline_s:
+        best = _halved(best, chain, deadline_s, fits_bytes)
+    if best.decides(fits_bytes) or time.monotonic() > deadline_s:
         return best
     return _searched(highest, limits, best, solved.useful(best.peak_bytes), started)
 
@@ -78,14 +85,15 @@ def _better(best: LeastPeak, problem: Problem, regions: tuple[Region, ...] | Non
     return best
 
 
-def _halved(best: LeastPeak, chain: Chain, deadline_s: float) -> LeastPeak:
+def _halved(best: LeastPeak, chain: Chain, deadline_s: float, fits_bytes: int | None) -> LeastPeak:
     """Bisect budgets to raise the bound of `best`, counting storages set aside, and to find better plans.
 
-    The first budget is one byte less than the best plan's peak, again after each better plan, until `deadline_s`.
+    The first budget is one byte less than the best plan's peak, again after each better plan, until `deadline_s`, or
+    until `best` decides about `fits_bytes`.
     """
     with contextlib.suppress(OutOfTime, TooManyStates):
         budget = highest = best.peak_bytes - 1
-        while best.bound_bytes <= highest:
+        while best.bound_bytes <= highest and not best.decides(fits_bytes):
             before, regions = best.peak_bytes, _Reach(chain, budget, deadline_s).plan()
             if regions is None:
                 best = dataclasses.replace(best, bound_bytes=budget + 1)

@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 import operator
+import time
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from remat.costing.planning_device import find_planning_device
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Region
 from remat.formulation.check import check
+from remat.formulation.clock import Clock
 from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
@@ -334,6 +336,25 @@ def test_the_first_table_that_shows_a_problem_to_be_of_no_use_is_the_last(monkey
     assert len(tables) == 1
     assert left.status == "feasible"
     assert proved.bound_us / 2 <= left.bound_us < proved.objective_us <= left.objective_us
+
+
+@pytest.mark.parametrize(
+    ("plan", "time_s", "ends"),
+    [
+        pytest.param((), None, True, id="with a plan"),
+        pytest.param(None, None, False, id="without a plan"),
+        pytest.param((), 60.0, False, id="within a time limit"),
+    ],
+)
+def test_the_clock_ends_a_search_that_has_a_plan_and_no_time_limit(
+    plan: tuple[Region, ...] | None, time_s: float | None, ends: bool
+) -> None:
+    graph, costs = toy_graph(chain(4, 4, 4))
+    found = chain_dp.Incumbent(Problem(graph, costs, every_cut(graph), AMPLE), time.monotonic() - 1)
+    if plan is not None:
+        found.regions, found.objective_ns = plan, 5
+    limits = Limits(time_s=time_s, clock=Clock(chain_s=0.5, stalls_s=60))
+    assert chain_dp._ChainSearch(found.problem, limits, found)._stalls() == ends
 
 
 def test_a_plan_of_labels_that_oversteps_a_limit_twice_is_no_error() -> None:

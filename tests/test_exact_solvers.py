@@ -168,6 +168,17 @@ def test_the_least_peak_is_the_oracles(solver: str, problem: Problem) -> None:
     assert bound <= peak + 1e-6
 
 
+@given(problem=problems(), percent=st.integers(0, 100))
+@MANY
+def test_a_search_for_the_least_peak_tells_whether_a_budget_can_be_kept(problem: Problem, percent: int) -> None:
+    oracle, most = Oracle(problem), problem.memory.peak_without_checkpointing
+    budget = oracle.least_peak() - 1 + percent * (most - oracle.least_peak() + 1) // 100
+    found = least_peak(problem, EXACT, fits_bytes=budget)
+    assert found.peak_bytes == problem.memory.curve(found.regions).peak_bytes
+    assert found.bound_bytes <= oracle.least_peak() <= found.peak_bytes
+    assert found.decides(budget) or not least_peak(problem, EXACT).proved
+
+
 @given(problem=problems())
 @MANY
 def test_the_least_peak_is_exact_or_said_to_be_at_most(problem: Problem) -> None:

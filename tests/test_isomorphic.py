@@ -120,6 +120,16 @@ def test_a_layer_that_differs_is_not_isomorphic(change: dict[str, Any]) -> None:
     assert found[3] not in found[:3] + found[4:]
 
 
+def test_iterations_whose_state_lives_to_their_end_are_isomorphic() -> None:
+    """As the stages of a Runge-Kutta step, whose last sum takes all of them."""
+    stages = chain(*itertools.repeat(4, 6))
+    stages[5] = dataclasses.replace(stages[5], inputs=(0, 1, 2, 3, 4))
+    graph, costs = toy_graph(repeated(stages, 6))
+    found = segment_classes(graph, costs)
+    assert found[12:18] == found[18:24]
+    assert_shared_shapes_are_right(graph, costs, every_cut(graph, depth=2))
+
+
 def test_what_is_taken_from_afar_is_named_itself() -> None:
     """Layers that take a mask made by the first node are isomorphic, however far from it."""
     nodes = [

@@ -164,6 +164,13 @@ def _placed(recomputations: Sequence[Recomputation], by: np.ndarray, ops: np.nda
     return placed
 
 
+def _is_outside(inner: Sequence[Region], nodes: np.ndarray) -> np.ndarray:
+    """Mark the nodes that are in none of the inner regions."""
+    starts, ends = (np.array([getattr(part, side) for part in inner]) for side in ("first", "end"))
+    holder = np.searchsorted(starts, nodes, side="right") - 1
+    return (holder < 0) | (nodes >= ends[holder])
+
+
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
     """The parts of `Recomputation` that do not depend on the place of a region without inner regions."""
@@ -197,6 +204,8 @@ class Memory:
         self._inputs: dict[tuple[int, int], frozenset[int]] = {}
         self._input_arrays: dict[tuple[int, int], np.ndarray] = {}
         self._leaves: dict[tuple[int, int], _Leaf | None] = {}
+        self._enters: dict[tuple[int, int], bool] = {}
+        self._latest: tuple[Region | None, list[Recomputation]] = None, []
         self.node_first = np.array([node.first for node in graph.nodes], dtype=np.int64)
         self.node_end = np.array([node.end for node in graph.nodes], dtype=np.int64)
 
@@ -335,12 +344,17 @@ class Memory:
 
         time_until  the time of all operators before each one
         """
-        return sum(self.time_of(r, time_until) for r in self.recomputations([region]))
+        found = self.recomputations([region])
+        first, stop = (np.array([getattr(r, side) for r in found], dtype=np.int64) for side in ("first", "stop"))
+        return int((time_until[stop] - time_until[first]).sum()) + sum(self._cast_time(r, time_until) for r in found)
 
     def time_of(self, r: Recomputation, time_until: np.ndarray) -> int:
         """Return the time of recomputation `r` alone, ignoring its saves."""
+        return int(time_until[r.stop] - time_until[r.first]) + self._cast_time(r, time_until)
+
+    def _cast_time(self, r: Recomputation, time_until: np.ndarray) -> int:
         cast = self.graph.storages.birth[r.casts]
-        return int(time_until[r.stop] - time_until[r.first] + (time_until[cast + 1] - time_until[cast]).sum())
+        return int((time_until[cast + 1] - time_until[cast]).sum()) if len(cast) else 0
 
     def recomputed_nodes(self, regions: Sequence[Region]) -> int:
         """Count recomputed nodes; a node of an inner region counts once for each level."""
@@ -358,6 +372,14 @@ class Memory:
         return found[-1] if found else None  # that of the step's own backward
 
     def recomputations(self, regions: Sequence[Region]) -> list[Recomputation]:
+        """Return the recomputations of a plan in the order of the timeline; the last ones of one region are kept."""
+        if len(regions) != 1:
+            return self._recomputations(regions)
+        if regions[0] is not self._latest[0]:
+            self._latest = regions[0], self._recomputations(regions)
+        return self._latest[1]
+
+    def _recomputations(self, regions: Sequence[Region]) -> list[Recomputation]:
         found: list[Recomputation] = []
         for top, region in enumerate(regions):
             inner = [self._recomputation(part, top, level=1) for part in region.inner]
@@ -433,12 +455,18 @@ class Memory:
         saving = self.graph.saved_tensors.node[self.saved_tensors_in(region.first, region.end)]
         if not region.inner:
             return int(saving[-1])
-        own = [v for v in saving.tolist() if not any(v in part for part in region.inner)]
-        return max([region.first - 1, *(first - 1 for first in self._entered(region)), *own])
+        own = saving[_is_outside(region.inner, saving)]
+        return max([region.first - 1, *(first - 1 for first in self._entered(region)), *own[-1:].tolist()])
 
     def _entered(self, region: Region) -> list[int]:
         """Return the beginnings of inner regions with a tensor input; the recomputation goes up to the last one."""
-        return [part.first for part in region.inner if self.inputs(part.first, part.end) or self._takes_fixed(part)]
+        return [part.first for part in region.inner if self._is_entered(part)]
+
+    def _is_entered(self, part: Region) -> bool:
+        key = (part.first, part.end)
+        if key not in self._enters:
+            self._enters[key] = bool(self.inputs(*key)) or self._takes_fixed(part)
+        return self._enters[key]
 
     def _takes_fixed(self, region: Region) -> bool:
         """Return whether `region` takes a parameter or the like, except a counter, which autograd need not keep."""
@@ -458,9 +486,7 @@ class Memory:
     def _outer(self, region: Region, top: int, inner: list[Recomputation]) -> Recomputation | None:
         """Return the recomputation of a region with inner regions; None if nothing of it is unpacked. (Rule 5)"""
         table, rows = self.graph.saved_tensors, self.saved_tensors_in(region.first, region.end)
-        starts, ends = ([getattr(part, side) for part in region.inner] for side in ("first", "end"))
-        holder = np.searchsorted(starts, table.node[rows], side="right") - 1
-        rows = rows[(holder < 0) | (table.node[rows] >= np.array(ends)[holder])]
+        rows = rows[_is_outside(region.inner, table.node[rows])]
         asked = table.unpack[rows]
         triggers = [*asked[asked >= 0].tolist(), *(r.trigger for r in inner)]
         if not triggers:
@@ -711,6 +737,8 @@ class Memory:
 
     def _mark_replayed(self, executed: np.ndarray, r: Recomputation) -> None:
         saved = [np.arange(self.node_first[node], self.node_end[node]) for node in self._saves(r)]
+        if not saved and not len(self._counting):
+            return
         ops = np.concatenate([*saved, self._counting])
         ops = ops[(ops >= r.first) & (ops < r.stop)]
         executed[r.positions(ops)] = self.graph.is_made_again[ops]

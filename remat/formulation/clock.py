@@ -26,6 +26,7 @@ class Clock:
     finer_s      for finer tables of the chain, and `small_gap_s` if the gap is below 0.5 %
     plans_s      for tables that cannot raise the bound but may give a better plan
     stalls_s     without progress before another part of the search has its turn
+    chain_s      for all of the chain's search, unless a time limit is given
     labels_s     for labels with one limit
     """
 
@@ -39,4 +40,5 @@ class Clock:
     small_gap_s: float = 8.0
     plans_s: float = 3.0
     stalls_s: float = 4.0
+    chain_s: float = 40.0
     labels_s: float = 3.0

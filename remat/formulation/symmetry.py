@@ -18,9 +18,9 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from remat.evaluation.evaluator import Memory
-from remat.formulation.search_space import Segment
+from remat.formulation.search_space import LONG_LIFE, Segment
 
-NEAR = 3  # segments
+NEAR = 3  # segments, or LONG_LIFE of them if that is more
 
 
 def classes(
@@ -53,6 +53,7 @@ class _Signatures:
         graph = memory.graph
         self.graph, self.memory, self.segments = graph, memory, segments
         self.windows, self.op_time_ns = backward_of, op_time_ns
+        self.near = max(NEAR, int(LONG_LIFE * len(segments)))
         self.segment_of_node = np.repeat(np.arange(len(segments)), [s.end - s.first for s in segments])
         self.forward = [int(memory.node_first[s.first]) for s in segments] + [graph.forward_end]
         self.low = np.searchsorted(graph.storages.birth, self.forward).tolist()
@@ -104,7 +105,7 @@ class _Signatures:
         death = int(self.graph.storages.death[storage])
         if death >= self.graph.forward_end:
             return "backward", death - self.windows[seen_from][0]
-        if self._segment_of_op(death) - made > NEAR:
+        if self._segment_of_op(death) - made > self.near:
             return "far", death
         return "forward", death - self.forward[made]
 
@@ -148,7 +149,7 @@ class _Signatures:
         table = self.graph.storages
         forward = np.flatnonzero((table.death < self.graph.forward_end) & (table.node >= 0))
         ends = np.searchsorted(self.forward, table.death[forward], side="right") - 1
-        far = ends - self.segment_of_node[table.node[forward]] > NEAR
+        far = ends - self.segment_of_node[table.node[forward]] > self.near
         return {*ends[far].tolist(), *(int(self.segment_of_node[node]) for node in reused)}
 
     def _taken(self) -> list[list[tuple[int, int]]]:
@@ -162,8 +163,8 @@ class _Signatures:
         return found
 
     def _afar(self) -> set[int]:
-        """Return the storages that some segment takes or saves from more than NEAR segments away."""
+        """Return the storages that some segment takes or saves from segments that are not near."""
         table = self.graph.saved_tensors
         saved = zip(self.segment_of_node[table.node].tolist(), table.storage.tolist(), strict=True)
         taken = ((s, u) for s, found in enumerate(self.taken) for _, u in found)
-        return {u for s, u in (*saved, *taken) if u >= 0 and s - self._made(u) > NEAR}
+        return {u for s, u in (*saved, *taken) if u >= 0 and s - self._made(u) > self.near}
