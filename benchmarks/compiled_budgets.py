@@ -109,7 +109,7 @@ class Step:
         gc.collect()  # a row that failed has left a step behind, in frames of its error
         if IS_LARGE:
             torch._C._cuda_clearCublasWorkspaces()
-        before = _requested()
+        before = requested()
         torch.manual_seed(0)
         with HERE:
             self.model = workload.build().train()
@@ -121,7 +121,7 @@ class Step:
         self.gradients = [p.grad.cpu() for p in self.model.parameters() if p.grad is not None]
         self.finish()
         self()
-        self.fixed_bytes = _requested() - before if IS_LARGE else self._kept_bytes()
+        self.fixed_bytes = requested() - before if IS_LARGE else self._kept_bytes()
         self.peak_bytes = self.fixed_bytes + measure_peak(self, HERE, requested=True)
 
     def _kept_bytes(self) -> int:
@@ -144,7 +144,7 @@ class Step:
         self.finish()
 
 
-def _requested() -> int:
+def requested() -> int:
     """Return the bytes that are asked for on the device now."""
     return int(torch.cuda.memory_stats().get("requested_bytes.all.current", 0)) if IS_LARGE else 0
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import remat
 from remat.cli.model_spec import ModelSpec
@@ -23,6 +24,7 @@ from remat.planning.estimate import estimate
 from remat.planning.micro_batches import MOST_SAMPLES, Window
 from remat.planning.token_cap import CLOSE_SHARE, BatchShape, _PaddedCap, edge, most_tokens
 from tests.cached import cached
+from tests.graphs import recorded
 from tests.test_fitting import CONVNET, TARGET, WIDE, at, search
 from tests.toys import CPU, plan_by_hand
 
@@ -188,6 +190,31 @@ def test_each_epoch_has_an_order_of_its_own_and_a_seed_repeats_them() -> None:
 def test_a_row_above_the_longest_is_named() -> None:
     with pytest.raises(UsageError, match=r"row 1 has 41 tokens, and the plan is for at most 40"):
         TokenBatches([3, 41], capped())
+
+
+class Pair(nn.Module):
+    """Takes tokens and targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.table(tokens).sum() + self.table(targets).square().sum()
+
+
+def test_targets_rounded_up_in_short_rows_do_not_make_a_batch_too_large() -> None:
+    def batch(rows: int, length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        assert length is not None
+        return torch.zeros(rows, length, dtype=torch.long), torch.zeros(rows, -(-length // 4), dtype=torch.long)
+
+    graph = recorded(remat.Workload("pair", Pair, batch, lambda model, given: model(*given), 4, seq_len=8)).graph
+    plan = plan_by_hand(graph, ())
+    cap = {"tokens": 32, "rows": 16, "longest": 8, "packed": False}
+    model = remat.apply(Pair(), dataclasses.replace(plan, about={**plan.about, TOKEN_CAP: cap}))
+    model(*batch(16, 2))  # as many tokens, twice the targets: a warning would be an error here
+    with pytest.warns(UserWarning, match="33 elements, the plan was made for 32"):
+        model(*batch(11, 3))
 
 
 def test_a_plan_without_a_cap_says_how_to_make_one() -> None:
