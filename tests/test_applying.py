@@ -299,6 +299,27 @@ def test_two_backwards_through_one_forward_are_told_where_they_may_break_the_bud
         train(plans["transformer"].predicted["peak_bytes"])
 
 
+def test_a_backward_inside_of_autocast_is_told_where_it_may_break_the_budget(plans: dict[str, Plan]) -> None:
+    """Autocast keeps its casts of the weights as long as it is open."""
+    plan = plans["transformer-amp"]
+
+    def train(budget_bytes: int, *, inside: bool) -> None:
+        model = apply(built(TRANSFORMER_BF16), dataclasses.replace(plan, budget_bytes=budget_bytes))
+        for _ in range(2):
+            with autocast_context(CPU, torch.bfloat16):
+                loss = TRANSFORMER_BF16.step(model, batch_of(TRANSFORMER_BF16))
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+            model.zero_grad()
+
+    train(plan.predicted["peak_bytes"], inside=False)
+    train(1 << 40, inside=True)
+    with pytest.warns(UserWarning, match=r"backward ran inside of torch.autocast"):
+        train(plan.predicted["peak_bytes"], inside=True)
+
+
 def test_a_copy_trains_its_own_parameters_with_the_plan(planned: nn.Module) -> None:
     trained(TRANSFORMER, planned)
     planned.zero_grad()

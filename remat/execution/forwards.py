@@ -134,15 +134,16 @@ def _with_sizes(text: str) -> tuple[str, list[int]]:
 class StepForwards:
     """The forwards of a plan's step, and where training is in them.
 
-    counted    the forwards that no backward has followed yet; of all plans that a model runs under
-    were_kept  whether a backward of an earlier step kept its graph for another
+    counted           the forwards that no backward has followed yet; of all plans that a model runs under
+    were_kept         whether a backward of an earlier step kept its graph for another
+    were_in_autocast  whether one ran inside of `torch.autocast`
     """
 
     def __init__(self, plan: Plan):
         self.planned = forwards_of(plan.about, len(plan.fingerprints))
         self._traced_with = _traced_with(plan, self.planned)
         self.counted = Pass()
-        self.were_kept = False
+        self.were_kept = self.were_in_autocast = False
 
     @property
     def are_single_graphs(self) -> bool:
@@ -170,6 +171,7 @@ class StepForwards:
     def _begin(self) -> None:
         """Begin a step; or continue it, if the planned step also has a backward or drops forwards here."""
         self.were_kept = self.were_kept or self.counted.is_kept
+        self.were_in_autocast = self.were_in_autocast or self.counted.is_in_autocast
         if 0 < self.counted.next < len(self.planned) and self.planned[self.counted.next - 1].ended:
             self.counted.goes_on()
         else:

@@ -687,16 +687,26 @@ class PlannedForward(UnderPlan):
             )
 
     def _compare_backwards(self) -> None:
-        peak = self.plan.predicted["peak_bytes"]
+        peak, budget = self.plan.predicted["peak_bytes"], self.plan.budget_bytes
+        casts = sum(2 * p.numel() for p in trainable(self.model) if p.dtype == torch.float32)
+        if self.forwards.were_in_autocast and self.plan.regions and peak + casts > budget:
+            self._not_as_planned(
+                "autocast",
+                "the last backward ran inside of torch.autocast, which keeps its casts of the weights until it ends, "
+                f"and the plan is for a backward outside of it: the peak may exceed the planned {gib(peak)} by up to "
+                f"{gib(casts)}, and with it the budget of {gib(budget)}. Call backward() after the `with "
+                "torch.autocast(...)` block.",
+                frames=7,
+            )
         if not self.forwards.were_kept or DIFFERENTIATES in self.plan.about or "kept" in self._warned:
             return
-        if peak + sum(p.nbytes for p in trainable(self.model)) > self.plan.budget_bytes:
+        if peak + sum(p.nbytes for p in trainable(self.model)) > budget:
             self._not_as_planned(
                 "kept",
                 "the last backward kept its graph for another one (retain_graph=True), and the plan is for a step of "
                 "one backward: the gradients that the first leaves are there in the second, and the peak may exceed "
-                f"the planned {gib(peak)}, and with it the budget of {gib(self.plan.budget_bytes)}. Run one backward "
-                "through the sum of the losses.",
+                f"the planned {gib(peak)}, and with it the budget of {gib(budget)}. Run one backward through the sum "
+                "of the losses.",
                 frames=7,
             )
 

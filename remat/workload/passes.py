@@ -23,10 +23,14 @@ from remat.workload.held_outputs import output_tensors
 
 @dataclasses.dataclass
 class _BackwardSeen:
-    """Whether a backward went through the pass: one that makes no graph, one that keeps this one, or any."""
+    """Whether a backward went through the pass: one that makes no graph, one that keeps this one, or any.
+
+    in_autocast  one that makes no graph ran inside of `torch.autocast`
+    """
 
     last: bool = False
     kept: bool = False
+    in_autocast: bool = False
     any: bool = False
 
 
@@ -40,6 +44,9 @@ class _Hook:
         self._seen.any = True
         self._seen.last = self._seen.last or not torch.is_grad_enabled()
         self._seen.kept = self._seen.kept or (keeps_graph() and not torch.is_grad_enabled())
+        devices = {gradient.device.type for gradient in gradients if gradient is not None}
+        within = not torch.is_grad_enabled() and any(map(torch.is_autocast_enabled, devices))
+        self._seen.in_autocast = self._seen.in_autocast or within
 
 
 class Pass:
@@ -76,6 +83,11 @@ class Pass:
     def is_kept(self) -> bool:
         """Whether a backward went through the forwards that kept their graph for another (`retain_graph=True`)."""
         return self._seen.kept
+
+    @property
+    def is_in_autocast(self) -> bool:
+        """Whether a backward through the forwards ran inside of `torch.autocast`."""
+        return self._seen.in_autocast
 
     def is_over(self, forwards: int) -> bool:
         """Return whether the next forward belongs to another step; a whole step has `forwards`."""
