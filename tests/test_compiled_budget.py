@@ -195,6 +195,34 @@ def test_whatever_is_trained_keeps_its_budget(
     assert all(map(torch.equal, got, expected))
 
 
+class Checkpointed(nn.Module):
+    """Attention in a user's own checkpoint; torch counts it among random operators, and keeps their state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 48)
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.inner(x).view(4, 64, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = x + torch.utils.checkpoint.checkpoint(self.attend, x, use_reentrant=False)
+        return x.square().mean()
+
+
+def test_random_operators_in_a_users_checkpoint_are_counted(cuts: list[BudgetPartitioner]) -> None:
+    model, x = built(Checkpointed), batch()
+    expected, untouched = trained(model, torch.compile(model), x)
+    torch._dynamo.reset()
+    model, budget = built(Checkpointed), 2 * untouched
+    got, measured = trained(model, remat.compile(model, budget), x)
+    (cut,) = cuts[0].cuts.values()
+    assert measured <= cut.peak_bytes <= 1.001 * measured
+    assert all(map(torch.equal, got, expected))
+
+
 class Classifier(nn.Module):
     """Logits that are large beside all else, which a caller gets too."""
 

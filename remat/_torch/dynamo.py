@@ -466,7 +466,9 @@ def passed_on(failure: BaseException, kind: type[Exception]) -> Exception | None
     if found is None:
         return None
     of = type(found)
-    passed: Any = type(of.__name__, (of, through), {"__init__": lambda self: None, "__module__": of.__module__})()
+    told = str(found)  # without the advice on debugging Dynamo that is added on the way
+    own = {"__init__": lambda self: None, "__str__": lambda self: told, "__module__": of.__module__}
+    passed: Any = type(of.__name__, (of, through), own)()
     passed.args = found.args
     vars(passed).update(vars(found), first_useful_frame=None)
     return passed

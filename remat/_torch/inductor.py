@@ -122,6 +122,33 @@ def all_aligned() -> contextlib.AbstractContextManager[Any]:
     return found
 
 
+@contextlib.contextmanager
+def random_operators_alone(device: torch.device) -> Iterator[None]:
+    """Let generated code call random operators without the wrappers that keep a generator's state for a recomputation.
+
+    A user's checkpoint brings these wrappers, and no dispatch mode of ours sees into one. The state that is kept takes
+    memory of the device on a CPU only.
+    """
+    wrappers = internal("ops.higher_order", "predict what Inductor allocates")
+    state_bytes = torch.get_rng_state().numel() if device.type == "cpu" else 0
+
+    def saving(random: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        return torch.empty(state_bytes, dtype=torch.uint8), random(*args, **kwargs)
+
+    def with_state(state: Any, random: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return random(*args, **kwargs)
+
+    def with_generator(random: Callable[..., Any], *args: Any, rng_state: Any = None, **kwargs: Any) -> Any:
+        return random(*args, **kwargs)
+
+    with (
+        mock.patch.object(wrappers, "run_and_save_rng_state", saving),
+        mock.patch.object(wrappers, "run_with_rng_state", with_state),
+        mock.patch.object(wrappers, "graphsafe_run_with_rng_state", with_generator),
+    ):
+        yield
+
+
 # Compiled training under a budget
 
 _SAVE, _RECOMPUTE = (CheckpointPolicy.MUST_SAVE,), (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from remat._torch.inductor import all_aligned, compiled_halves, counts_flops
+from remat._torch.inductor import all_aligned, compiled_halves, counts_flops, random_operators_alone
 from remat._torch.symbols import hinted
 from remat._torch.training import without_modes
 from remat.costing.operator_timing import measured_workspaces
@@ -58,16 +58,19 @@ def halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int, hold
     inputs = forward.graph.find_nodes(op="placeholder")
     mode, device = next((v.fake_mode, v.device) for v in map(_value, inputs) if isinstance(v, Tensor))  # type: ignore[attr-defined]
     tracker = Tracker()
-    with mode, torch.no_grad(), all_aligned():
+    with mode, torch.no_grad(), all_aligned(), random_operators_alone(device):
         given = [_fresh(node) for node in inputs]
         tracker.fix(given)
         with tracker:
             made = first(list(given))
             ended, kept = tracker.op_count, tracker.alive_now
             by_name = dict(zip((node.name for node in inputs), given, strict=True))
-            by_name |= dict(zip((getattr(node, "name", "") for node in _outputs(forward)), made, strict=True))
+            by_name |= dict(zip(_names(forward), made, strict=True))
             held = [each for each in made[:results] if holds_results or each is None or each.numel() == 1]
             taken = backward.graph.find_nodes(op="placeholder")
+            renamed = [name for name in _names(forward)[results:] if name not in {node.name for node in taken}]
+            states = (node.name for node in taken if node.name.startswith("rng_state_output"))
+            by_name |= {state: by_name[name] for state, name in zip(states, renamed, strict=False)}
             tangents = {node.name: _fresh(node) for node in taken if node.name not in by_name}  # autograd holds them
             saved = [(by_name | tangents)[node.name] for node in taken]
             del by_name, made
@@ -120,8 +123,8 @@ def _workspaces(tracker: Tracker, device: torch.device) -> dict[tuple[str, str],
     return _MEASURED_WORKSPACES
 
 
-def _outputs(half: fx.GraphModule) -> list[Any]:
-    return list(half.graph.find_nodes(op="output")[0].args[0])
+def _names(half: fx.GraphModule) -> list[str]:
+    return [getattr(node, "name", "") for node in half.graph.find_nodes(op="output")[0].args[0]]
 
 
 def _value(node: fx.Node) -> Any:
