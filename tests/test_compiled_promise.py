@@ -10,6 +10,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,22 @@ def test_a_graph_runs_as_often_as_its_budget_allows(of_one_run: int) -> None:
 def test_runs_within_a_checkpoint_save_nothing_and_are_not_counted(of_one_run: int) -> None:
     run = compiled(of_one_run)
     stepped(lambda x: checkpoint(run, x.requires_grad_(), use_reentrant=False), 3)
+
+
+def test_two_models_compiled_apart_are_told_that_neither_budget_knows_the_other(of_one_run: int) -> None:
+    def step(outside: int) -> None:
+        first, second = compiled(of_one_run), compiled(of_one_run + outside, outside=outside)
+        x = batch()
+        for _ in range(2):
+            first(x).sum().backward()  # one after the other is as planned
+            second(x).sum().backward()
+            (first(x) + second(x)).sum().backward()  # a second warning would be an error here
+
+    step(2 * of_one_run)
+    with pytest.warns(UserWarning, match=r"another compiled model has .* `outside=`") as caught:
+        step(0)
+    assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name] * len(caught)
+    assert len(caught) == 1
 
 
 class Broken(nn.Module):

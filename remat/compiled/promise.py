@@ -6,6 +6,8 @@ Rule 1  A run is alive from its forward until its backward begins, or until auto
 Rule 2  Open sizes are planned for as the batch had them that the graph was compiled for. A batch with more elements
         brings a warning, or is refused, unless it keeps the budget even if all that grows does so with the square of
         its elements, as the scores of attention may.
+Rule 3  A budget knows one compiled model. If another one has runs that are alive, of which `outside=` may know nothing,
+        and both together exceed the budget, a warning says so.
 
 Runs under saved-tensor hooks are not counted: `torch.utils.checkpoint` around a block keeps nothing that it saves.
 """
@@ -50,8 +52,11 @@ _NO_GRAPH = (
 class _Run:
     """One run of a graph whose backward has not begun; its nodes of autograd hold it."""
 
-    def __init__(self, key: Any, kept_bytes: int):
-        self.key, self.kept_bytes = key, kept_bytes
+    def __init__(self, key: Any, kept_bytes: int, step: CompiledStep, device: torch.device):
+        self.key, self.kept_bytes, self.step, self.device = key, kept_bytes, step, device
+
+
+_ALIVE: weakref.WeakSet[_Run] = weakref.WeakSet()  # of all steps
 
 
 @dataclasses.dataclass
@@ -62,12 +67,15 @@ class CompiledStep:
     runs  those that are alive
     parameters  that its graphs are given
     looks  whether its first forward is looked at, for parts that no graph has
+    outside_bytes  of parameters, gradients and the optimizer
     """
 
     cuts: dict[Any, Any] = dataclasses.field(default_factory=dict)
     runs: weakref.WeakSet[_Run] = dataclasses.field(default_factory=weakref.WeakSet)
     parameters: WeakIdKeyDictionary = dataclasses.field(default_factory=WeakIdKeyDictionary, compare=False)
     looks: bool = dataclasses.field(default=False, compare=False)
+    outside_bytes: int = dataclasses.field(default=0, compare=False)
+    _has_met: bool = dataclasses.field(default=False, compare=False)
     _last: Any = None
     _place: int = 0
 
@@ -125,6 +133,20 @@ class CompiledStep:
             "Or set bytes aside with `outside=`."
         )
 
+    def warn_of_others(self, peak_bytes: int, asked: CompileArguments, device: torch.device) -> None:
+        """Warn once if other compiled models keep so much that a run of `peak_bytes` exceeds its budget. (Rule 3)"""
+        others = {id(run.step): run.step for run in _ALIVE if run.step is not self and run.device == device}
+        there = sum(step.kept_bytes + step.outside_bytes for step in others.values())
+        if self._has_met or peak_bytes + max(there - asked.outside_bytes, 0) <= asked.budget_bytes:
+            return
+        self._has_met = True
+        warnings.warn(
+            f"another compiled model has {gib(there)} on the device as this one runs, weights, gradients and what it "
+            f"saves for backward, and the budget of {gib(asked.budget_bytes)} counts none of it: the peak may be "
+            f"{gib(peak_bytes + there)}. Compile one module that runs both, or set these bytes aside with `outside=`.",
+            stacklevel=5,
+        )
+
     @property
     def kept_bytes(self) -> int:
         """The bytes that all runs that are alive have saved."""
@@ -149,6 +171,8 @@ class Promise:
         self.key, self.step, self.outside = key, step, outside
         self.asked = dataclasses.replace(asked, model=None, optimizer=None)  # which Dynamo would keep for good
         self.place, self.opened = place_of(graph), _opened(graph)
+        self.device = next((each.device for each in inputs if isinstance(each, Tensor)), torch.device("cpu"))
+        step.outside_bytes = outside.always + outside.gradients - asked.outside_bytes
         self.planned = sum(hinted(inputs[i].numel()) for i in self.opened)
         self.largest = self.planned  # that a warning was given for
 
@@ -172,6 +196,8 @@ class Promise:
     def _compare_runs(self, cut: Cut) -> None:
         """Refuse a run that exceeds the budget beside others that are alive. (Rule 1)"""
         peak = self.outside.during_graphs + self.step.kept_bytes + cut.halves.peak
+        if len(_ALIVE) > len(self.step.runs):
+            self.step.warn_of_others(peak, self.asked, self.device)
         if self.step.runs and peak > self.asked.budget_bytes:
             count = 1 + sum(run.key == self.key for run in self.step.runs)
             raise UsageError(
@@ -185,13 +211,14 @@ class Promise:
 
         Graphs that DistributedDataParallel cuts run on fakes while the next is compiled, which keep nothing.
         """
-        run, runs = _Run(self.key, cut.halves.kept), self.step.runs
+        run = _Run(self.key, cut.halves.kept, self.step, self.device)
         made = (each for each in results if isinstance(each, Tensor) and not isinstance(each, FakeTensor))
         nodes = {each.grad_fn for each in made if each.grad_fn is not None}
         for node in nodes:
-            node.register_prehook(lambda _: runs.discard(run))  # it is called before what is saved is taken apart
+            node.register_prehook(lambda _: _over(run))  # it is called before what is saved is taken apart
         if nodes:
-            runs.add(run)
+            self.step.runs.add(run)
+            _ALIVE.add(run)
 
     def _compare_sizes(self, cut: Cut, inputs: Sequence[Any]) -> None:
         """Warn of a batch larger than planned, or refuse it. (Rule 2)"""
@@ -223,6 +250,11 @@ def _opened(graph: fx.Graph) -> tuple[int, ...]:
         for i, value in enumerate(values)
         if isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
     )
+
+
+def _over(run: _Run) -> None:
+    run.step.runs.discard(run)
+    _ALIVE.discard(run)
 
 
 def place_of(graph: fx.Graph) -> str:
