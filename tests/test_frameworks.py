@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import sys
@@ -289,7 +290,7 @@ def peak_in_a_loop(workload: Workload, plan: Plan) -> int:
 # Lightning
 
 
-def lightning_fit(plan: Plan, path: str = "net", late: bool = False, **options: Any) -> nn.Module:
+def lightning_fit(plan: Plan | None, path: str = "net", late: bool = False, **options: Any) -> nn.Module:
     lightning = pytest.importorskip("lightning")
     from remat.integrations.lightning import RematCallback
 
@@ -305,7 +306,7 @@ def lightning_fit(plan: Plan, path: str = "net", late: bool = False, **options: 
             return self.net(*batch)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            assert late or path != "net" or has_plan(self.net)  # before the optimizer
+            assert late or plan is None or path != "net" or has_plan(self.net)  # before the optimizer
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     module = Module()
@@ -314,7 +315,7 @@ def lightning_fit(plan: Plan, path: str = "net", late: bool = False, **options: 
         max_steps=2,
         accelerator=DEVICE.type,
         devices=1,
-        callbacks=[RematCallback(plan, module=path)],
+        callbacks=[] if plan is None else [RematCallback(plan, module=path, on_larger="refuse")],
         enable_model_summary=False,
         **quiet,
         **options,
@@ -323,6 +324,24 @@ def lightning_fit(plan: Plan, path: str = "net", late: bool = False, **options: 
     made.fit(module, loader)
     net: nn.Module = module.net
     return net
+
+
+def test_gradients_of_a_step_are_gone_as_lightning_begins_the_next(plans: dict[str, Plan]) -> None:
+    tight = dataclasses.replace(plans["nodes"], budget_bytes=plans["nodes"].predicted["peak_bytes"])
+    torch.manual_seed(0)
+    planned = lightning_fit(tight)
+    torch.manual_seed(0)
+    untouched = lightning_fit(None)
+    assert all(map(torch.equal, planned.parameters(), untouched.parameters()))
+
+
+def test_gradients_that_lightning_accumulates_stay(plans: dict[str, Plan]) -> None:
+    plan = dataclasses.replace(plans["nodes"], about=plans["nodes"].about | {"accumulation": 2})
+    torch.manual_seed(0)
+    planned = lightning_fit(plan, accumulate_grad_batches=2, max_epochs=2)
+    torch.manual_seed(0)
+    untouched = lightning_fit(None, accumulate_grad_batches=2, max_epochs=2)
+    assert all(map(torch.equal, planned.parameters(), untouched.parameters()))
 
 
 @pytest.mark.any_device

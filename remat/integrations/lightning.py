@@ -56,6 +56,9 @@ class RematCallback(Callback):
     It must be the one that the Workload builds: whose forward `training_step` calls. See `remat.apply` for `on_larger`
     and `verify_first_step`.
 
+    Automatic optimization keeps the last step's gradients in forward. Where nothing is accumulated they are let go of
+    as a batch begins, before Lightning would set them to None.
+
     Raises UsageError if there is no such module, PlanMismatch if `precision` is not the plan's.
     """
 
@@ -91,6 +94,11 @@ class RematCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         for optimizer in trainer.optimizers:
             optimizer_as_planned(self.plan, optimizer)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if pl_module.automatic_optimization and trainer.accumulate_grad_batches == 1:
+            for optimizer in trainer.optimizers:
+                optimizer.zero_grad(set_to_none=True)
 
     def _apply(self, pl_module: nn.Module) -> None:
         found = self._find(pl_module)
