@@ -17,6 +17,7 @@ Where a step does not run as the evaluator says, every plan is replayed, and the
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -326,6 +327,8 @@ class _Trace:
     def show_captured(self, name: str) -> None:
         """Add the plans of the unchanged form under the budgets of the curve, from its own least budget on."""
         study, at = self._study, self._study.captured
+        with contextlib.suppress(NoPlanInTime):  # so far the plan of least peak, which is seldom the fastest there
+            study.solve(at, study.least_known_bytes(at), self._limits)
         budgets = {study.least_known_bytes(at), *(solved.budget_bytes for solved in self.curve)}
         known = [(budget, best) for budget in sorted(budgets) if (best := study.best_known(at, budget)) is not None]
         solved = [self._solved(name, budget, FoundPlan(at, best, self._limits)) for budget, best in known]
