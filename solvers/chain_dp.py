@@ -210,7 +210,7 @@ class _ChainSearch:
     def _stalls(self) -> bool:
         """Return whether the gap has stalled for long, relative to the time that it took to get there.
 
-        Without a time limit, the search also ends some time after it has a plan.
+        Without a time limit, a search that has a plan also ends some time after it began.
         """
         now, gap_ns = time.monotonic(), self.found.objective_ns - self.found.bound_ns
         if self.limits.time_s is None and now - self.found.started > self.limits.clock.chain_s and gap_ns < math.inf:

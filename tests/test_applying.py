@@ -303,10 +303,10 @@ def test_a_backward_inside_of_autocast_is_told_where_it_may_break_the_budget(pla
     """Autocast keeps its casts of the weights as long as it is open."""
     plan = plans["transformer-amp"]
 
-    def train(budget_bytes: int, *, inside: bool) -> None:
+    def train(budget_bytes: int, *, inside: bool, cache_enabled: bool = True) -> None:
         model = apply(built(TRANSFORMER_BF16), dataclasses.replace(plan, budget_bytes=budget_bytes))
         for _ in range(2):
-            with autocast_context(CPU, torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache_enabled):
                 loss = TRANSFORMER_BF16.step(model, batch_of(TRANSFORMER_BF16))
                 if inside:
                     loss.backward()
@@ -316,6 +316,7 @@ def test_a_backward_inside_of_autocast_is_told_where_it_may_break_the_budget(pla
 
     train(plan.predicted["peak_bytes"], inside=False)
     train(1 << 40, inside=True)
+    train(plan.predicted["peak_bytes"], inside=True, cache_enabled=False)
     with pytest.warns(UserWarning, match=r"backward ran inside of torch.autocast"):
         train(plan.predicted["peak_bytes"], inside=True)
 

@@ -633,6 +633,21 @@ def test_what_exceeds_at_every_limit_is_not_handed_out() -> None:
     assert Misled(59).run() is None
 
 
+class MisledButOnce(Misled):
+    """A search with one choice whose code needs what its table says: PyTorch's at one of its ratios."""
+
+    def lower(self, choice: Choice) -> Halves:
+        return Halves(50, 50, 50, {}) if choice.kept_bytes == 50 else super().lower(choice)
+
+
+def test_where_nothing_else_fits_every_choice_of_pytorchs_is_lowered() -> None:
+    search = MisledButOnce(59)
+    search.portfolio = [search.saving(size) for size in (60, 50, 45, 44, 44, 43, 42)]
+    found = search.run()
+    assert found is not None
+    assert found[0].kept_bytes == 50
+
+
 # What is kept on disk
 
 

@@ -103,7 +103,7 @@ def test_two_models_compiled_apart_are_told_that_neither_budget_knows_the_other(
             (first(x) + second(x)).sum().backward()  # a second warning would be an error here
 
     step(2 * of_one_run)
-    with pytest.warns(UserWarning, match=r"another compiled model has .* `outside=`") as caught:
+    with pytest.warns(UserWarning, match=r"models that were compiled apart have saved .* `outside=`") as caught:
         step(0)
     assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name] * len(caught)
     assert len(caught) == 1

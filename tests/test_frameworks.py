@@ -290,11 +290,13 @@ def peak_in_a_loop(workload: Workload, plan: Plan) -> int:
 # Lightning
 
 
-def lightning_fit(plan: Plan | None, path: str = "net", late: bool = False, **options: Any) -> nn.Module:
+def lightning_fit(
+    plan: Plan | None, path: str = "net", late: bool = False, own: tuple[type, ...] = (), **options: Any
+) -> nn.Module:
     lightning = pytest.importorskip("lightning")
     from remat.integrations.lightning import RematCallback
 
-    class Module(lightning.LightningModule):  # type: ignore[name-defined]
+    class Module(*own, lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.net: Any = None if late else Transformer()
@@ -332,6 +334,24 @@ def test_gradients_of_a_step_are_gone_as_lightning_begins_the_next(plans: dict[s
     planned = lightning_fit(tight)
     torch.manual_seed(0)
     untouched = lightning_fit(None)
+    assert all(map(torch.equal, planned.parameters(), untouched.parameters()))
+
+
+def test_gradients_of_a_module_that_clears_them_itself_stay(plans: dict[str, Plan]) -> None:
+    """Every second batch steps, and the others add to its gradients."""
+
+    class Own:
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            if batch_idx % 2 == 0:
+                optimizer.zero_grad()
+
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+            closure() if batch_idx % 2 == 0 else optimizer.step(closure)
+
+    torch.manual_seed(0)
+    planned = lightning_fit(dataclasses.replace(plans["nodes"], budget_bytes=1 << 40), own=(Own,), max_epochs=2)
+    torch.manual_seed(0)
+    untouched = lightning_fit(None, own=(Own,), max_epochs=2)
     assert all(map(torch.equal, planned.parameters(), untouched.parameters()))
 
 

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from remat.costing.costs import Costs, estimated_costs
 from remat.costing.planning_device import find_planning_device
@@ -65,6 +67,31 @@ def test_runs_of_layers_that_share_weights() -> None:
     assert_shared_shapes_are_right(graph, costs, every_cut(graph, depth=2))
     found = segment_classes(graph, costs)
     assert len(set(found)) < len(found)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def test_runs_of_a_step_that_differentiates_inside() -> None:
+    def penalty(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        at = batch.detach().requires_grad_(True)
+        value = model(at).sum()
+        (slope,) = torch.autograd.grad(value, at, create_graph=True)
+        return value + slope.square().sum()
+
+    workload = Workload("penalty", Residual, lambda rows, _: torch.zeros(rows, 8), penalty, 4)
+    place = find_planning_device("h100-80gb")
+    profile = profile_step(fake_step(workload, place), place)
+    assert profile.graph.inner
+    assert_shared_shapes_are_right(profile.graph, profile.costs, every_cut(profile.graph, depth=2))
 
 
 def repeated(pattern: list[ToyNode], times: int) -> list[ToyNode]:

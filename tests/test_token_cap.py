@@ -203,18 +203,29 @@ class Pair(nn.Module):
         return self.table(tokens).sum() + self.table(targets).square().sum()
 
 
-def test_targets_rounded_up_in_short_rows_do_not_make_a_batch_too_large() -> None:
-    def batch(rows: int, length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        assert length is not None
-        return torch.zeros(rows, length, dtype=torch.long), torch.zeros(rows, -(-length // 4), dtype=torch.long)
+def pair_of(rows: int, length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    assert length is not None
+    return torch.zeros(rows, length, dtype=torch.long), torch.zeros(rows, -(-length // 4), dtype=torch.long)
 
-    graph = recorded(remat.Workload("pair", Pair, batch, lambda model, given: model(*given), 4, seq_len=8)).graph
+
+def capped_pair() -> nn.Module:
+    graph = recorded(remat.Workload("pair", Pair, pair_of, lambda model, given: model(*given), 4, seq_len=8)).graph
     plan = plan_by_hand(graph, ())
     cap = {"tokens": 32, "rows": 16, "longest": 8, "packed": False}
-    model = remat.apply(Pair(), dataclasses.replace(plan, about={**plan.about, TOKEN_CAP: cap}))
-    model(*batch(16, 2))  # as many tokens, twice the targets: a warning would be an error here
+    return remat.apply(Pair(), dataclasses.replace(plan, about={**plan.about, TOKEN_CAP: cap}))
+
+
+def test_targets_rounded_up_in_short_rows_do_not_make_a_batch_too_large() -> None:
+    model = capped_pair()
+    model(*pair_of(16, 2))  # as many tokens, twice the targets: a warning would be an error here
     with pytest.warns(UserWarning, match="33 elements, the plan was made for 32"):
-        model(*batch(11, 3))
+        model(*pair_of(11, 3))
+
+
+def test_targets_longer_than_planned_make_a_batch_too_large() -> None:
+    tokens, targets = torch.zeros(4, 8, dtype=torch.long), torch.zeros(4, 6, dtype=torch.long)
+    with pytest.warns(UserWarning, match="24 elements, the plan was made for 8"):
+        capped_pair()(tokens, targets)
 
 
 def test_a_plan_without_a_cap_says_how_to_make_one() -> None:

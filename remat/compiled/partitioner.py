@@ -8,7 +8,8 @@ torch's partitioner cuts, and all that it does afterwards is its own; only the c
    counted to the values that the answer makes again there. Where the program has no answer, the choice that needs
    least, and PyTorch's at every ratio of its memory budget, are lowered instead. After `ROUNDS` of this at most, the
    cheapest that really fits is handed out.
-3. Where the first `MISSES` choices exceed, the default's table is solved for lower limits than asked.
+3. Where the first `MISSES` choices exceed, the default's table is solved for lower limits than asked. Where all these
+   answers exceed too, PyTorch's choices at every ratio are lowered until one fits.
 
 So no choice is handed out whose compiled code exceeds the budget. Where nothing fits, `NoPlanInTime` names the least
 peak that was seen: another choice may need less. Where the budget is too small for the bytes that no choice changes,
@@ -370,7 +371,10 @@ class Search:
                 break
             limit = (low + high) // 2
         if self._cheapest() is None:
-            self.tried += sorted(self.portfolio, key=more.peak_bytes)[:MISSES]
+            for choice in sorted({each.saved: each for each in self.portfolio}.values(), key=more.peak_bytes):
+                self.tried.append(choice)
+                if self.fits(choice):
+                    break
 
     def _answers(self, solved: Solved, more: CompiledBytes) -> list[Choice]:
         """List the choices that may be lowered next: the program's, or while nothing fits those that need least."""

@@ -6,8 +6,8 @@ Rule 1  A run is alive from its forward until its backward begins, or until auto
 Rule 2  Open sizes are planned for as the batch had them that the graph was compiled for. A batch with more elements
         brings a warning, or is refused, unless it keeps the budget even if all that grows does so with the square of
         its elements, as the scores of attention may.
-Rule 3  A budget knows one compiled model. If another one has runs that are alive, of which `outside=` may know nothing,
-        and both together exceed the budget, a warning says so.
+Rule 3  A budget knows one compiled model. If others have runs that are alive, and what these have saved exceeds the
+        budget and `outside=` together with a run's own peak, a warning says so.
 
 Runs under saved-tensor hooks are not counted: `torch.utils.checkpoint` around a block keeps nothing that it saves.
 """
@@ -67,14 +67,12 @@ class CompiledStep:
     runs  those that are alive
     parameters  that its graphs are given
     looks  whether its first forward is looked at, for parts that no graph has
-    outside_bytes  of parameters, gradients and the optimizer
     """
 
     cuts: dict[Any, Any] = dataclasses.field(default_factory=dict)
     runs: weakref.WeakSet[_Run] = dataclasses.field(default_factory=weakref.WeakSet)
     parameters: WeakIdKeyDictionary = dataclasses.field(default_factory=WeakIdKeyDictionary, compare=False)
     looks: bool = dataclasses.field(default=False, compare=False)
-    outside_bytes: int = dataclasses.field(default=0, compare=False)
     _has_met: bool = dataclasses.field(default=False, compare=False)
     _last: Any = None
     _place: int = 0
@@ -135,15 +133,16 @@ class CompiledStep:
 
     def warn_of_others(self, peak_bytes: int, asked: CompileArguments, device: torch.device) -> None:
         """Warn once if other compiled models keep so much that a run of `peak_bytes` exceeds its budget. (Rule 3)"""
-        others = {id(run.step): run.step for run in _ALIVE if run.step is not self and run.device == device}
-        there = sum(step.kept_bytes + step.outside_bytes for step in others.values())
-        if self._has_met or peak_bytes + max(there - asked.outside_bytes, 0) <= asked.budget_bytes:
+        there = sum(run.kept_bytes for run in list(_ALIVE) if run.step is not self and run.device == device)
+        more = max(there - asked.outside_bytes, 0)
+        if self._has_met or peak_bytes + more <= asked.budget_bytes:
             return
         self._has_met = True
         warnings.warn(
-            f"another compiled model has {gib(there)} on the device as this one runs, weights, gradients and what it "
-            f"saves for backward, and the budget of {gib(asked.budget_bytes)} counts none of it: the peak may be "
-            f"{gib(peak_bytes + there)}. Compile one module that runs both, or set these bytes aside with `outside=`.",
+            f"models that were compiled apart have saved {gib(there)} for backward as this one runs. The budget of "
+            f"{gib(asked.budget_bytes)} counts nothing of other models: the peak may be {gib(peak_bytes + more)}, and "
+            "more with their weights and gradients. Compile one module that runs all of them, or set what the others "
+            "need aside with `outside=`.",
             stacklevel=5,
         )
 
@@ -171,8 +170,8 @@ class Promise:
         self.key, self.step, self.outside = key, step, outside
         self.asked = dataclasses.replace(asked, model=None, optimizer=None)  # which Dynamo would keep for good
         self.place, self.opened = place_of(graph), _opened(graph)
-        self.device = next((each.device for each in inputs if isinstance(each, Tensor)), torch.device("cpu"))
-        step.outside_bytes = outside.always + outside.gradients - asked.outside_bytes
+        tensors = [each for each in inputs if isinstance(each, Tensor)]
+        self.device = max(tensors, key=lambda each: hinted(each.numel())).device if tensors else torch.device("cpu")
         self.planned = sum(hinted(inputs[i].numel()) for i in self.opened)
         self.largest = self.planned  # that a warning was given for
 

@@ -171,10 +171,10 @@ class StepForwards:
     def _begin(self) -> None:
         """Begin a step; or continue it, if the planned step also has a backward or drops forwards here."""
         self.were_kept = self.were_kept or self.counted.is_kept
-        self.were_in_autocast = self.were_in_autocast or self.counted.is_in_autocast
         if 0 < self.counted.next < len(self.planned) and self.planned[self.counted.next - 1].ended:
             self.counted.goes_on()
         else:
+            self.were_in_autocast = self.were_in_autocast or self.counted.is_in_autocast
             self.counted.begin()
 
     def returned(self, now: CurrentForward, outputs: Any) -> None:

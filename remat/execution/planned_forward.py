@@ -631,12 +631,17 @@ class PlannedForward(UnderPlan):
             )
 
     def _compare_batch(self, args: Any, kwargs: Any) -> None:
-        elements = element_counts(named_tensors(self.original, args, kwargs))
+        tensors = named_tensors(self.original, args, kwargs)
+        elements = element_counts(tensors)
         inputs: Mapping[str, int] = self._now.forward.elements
-        names = inputs.keys() & elements.keys()
-        if names and TOKEN_CAP in self.plan.about:  # the tokens: a target that is rounded up is longer in short rows
-            names = {max(names, key=lambda name: inputs[name])}
-        if names:  # other inputs, such as a mask, do not make it large
+        names = [name for name in inputs if name in elements]
+        if names and TOKEN_CAP in self.plan.about:
+            tokens = max(names, key=lambda name: inputs[name])
+            rows = {name: tensor.shape[0] for name, tensor in tensors if name != tokens and tensor.dim()}
+            # A target whose length is a rounded share of the row's has up to one element more in each row.
+            names = [name for name in names if elements[name] > inputs[name] + rows.get(name, 0)]
+            planned, found = (sum(of[name] for name in names) for of in (inputs, elements))
+        elif names:  # other inputs, such as a mask, do not make it large
             planned, found = (sum(of[name] for name in names) for of in (inputs, elements))
         else:
             planned, found = sum(inputs.values()) or self.plan.about.get("batch_elements", 0), sum(elements.values())
@@ -688,16 +693,8 @@ class PlannedForward(UnderPlan):
 
     def _compare_backwards(self) -> None:
         peak, budget = self.plan.predicted["peak_bytes"], self.plan.budget_bytes
-        casts = sum(2 * p.numel() for p in trainable(self.model) if p.dtype == torch.float32)
-        if self.forwards.were_in_autocast and self.plan.regions and peak + casts > budget:
-            self._not_as_planned(
-                "autocast",
-                "the last backward ran inside of torch.autocast, which keeps its casts of the weights until it ends, "
-                f"and the plan is for a backward outside of it: the peak may exceed the planned {gib(peak)} by up to "
-                f"{gib(casts)}, and with it the budget of {gib(budget)}. Call backward() after the `with "
-                "torch.autocast(...)` block.",
-                frames=7,
-            )
+        if self.forwards.were_in_autocast and any(forward.autocast for forward in self.forwards.planned):
+            self._compare_casts()
         if not self.forwards.were_kept or DIFFERENTIATES in self.plan.about or "kept" in self._warned:
             return
         if peak + sum(p.nbytes for p in trainable(self.model)) > budget:
@@ -708,6 +705,19 @@ class PlannedForward(UnderPlan):
                 f"the planned {gib(peak)}, and with it the budget of {gib(budget)}. Run one backward through the sum "
                 "of the losses.",
                 frames=7,
+            )
+
+    def _compare_casts(self) -> None:
+        peak, budget = self.plan.predicted["peak_bytes"], self.plan.budget_bytes
+        casts = sum(2 * p.numel() for p in trainable(self.model) if p.dtype == torch.float32)
+        if self.plan.regions and peak + casts > budget:
+            self._not_as_planned(
+                "autocast",
+                "the last backward ran inside of torch.autocast, which keeps its casts of the weights until it ends, "
+                f"and the plan is for a backward outside of it: the peak may exceed the planned {gib(peak)} by up to "
+                f"{gib(casts)}, and with it the budget of {gib(budget)}. Call backward() after the `with "
+                "torch.autocast(...)` block.",
+                frames=8,
             )
 
     def _find_weights(self) -> None:

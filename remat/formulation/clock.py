@@ -26,7 +26,7 @@ class Clock:
     finer_s      for finer tables of the chain, and `small_gap_s` if the gap is below 0.5 %
     plans_s      for tables that cannot raise the bound but may give a better plan
     stalls_s     without progress before another part of the search has its turn
-    chain_s      for all of the chain's search, unless a time limit is given
+    chain_s      after which a chain's search that has a plan begins nothing more, unless a time limit is given
     labels_s     for labels with one limit
     """
 

@@ -56,8 +56,8 @@ class RematCallback(Callback):
     It must be the one that the Workload builds: whose forward `training_step` calls. See `remat.apply` for `on_larger`
     and `verify_first_step`.
 
-    Automatic optimization keeps the last step's gradients in forward. Where nothing is accumulated they are let go of
-    as a batch begins, before Lightning would set them to None.
+    Automatic optimization keeps the last step's gradients in forward. Where nothing is accumulated, and the module has
+    no `optimizer_zero_grad` of its own, they are let go of as a batch begins, before Lightning would set them to None.
 
     Raises UsageError if there is no such module, PlanMismatch if `precision` is not the plan's.
     """
@@ -96,9 +96,12 @@ class RematCallback(Callback):
             optimizer_as_planned(self.plan, optimizer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        hook = _library().LightningModule.optimizer_zero_grad
+        if type(pl_module).optimizer_zero_grad is not hook:  # the module decides when
+            return
         if pl_module.automatic_optimization and trainer.accumulate_grad_batches == 1:
             for optimizer in trainer.optimizers:
-                optimizer.zero_grad(set_to_none=True)
+                optimizer.zero_grad()
 
     def _apply(self, pl_module: nn.Module) -> None:
         found = self._find(pl_module)

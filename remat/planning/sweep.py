@@ -17,7 +17,6 @@ Where a step does not run as the evaluator says, every plan is replayed, and the
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -327,12 +326,14 @@ class _Trace:
     def show_captured(self, name: str) -> None:
         """Add the plans of the unchanged form under the budgets of the curve, from its own least budget on."""
         study, at = self._study, self._study.captured
-        with contextlib.suppress(NoPlanInTime):  # so far the plan of least peak, which is seldom the fastest there
-            study.solve(at, study.least_known_bytes(at), self._limits)
+        self._on_point(name, 1, 1)
+        first = study.solve(at, study.least_known_bytes(at), self._limits)  # so far any plan of that peak is known
         budgets = {study.least_known_bytes(at), *(solved.budget_bytes for solved in self.curve)}
         known = [(budget, best) for budget in sorted(budgets) if (best := study.best_known(at, budget)) is not None]
         solved = [self._solved(name, budget, FoundPlan(at, best, self._limits)) for budget, best in known]
         self.others += {each.peak_bytes: each for each in _monotone(solved)}.values()
+        if first.interrupted:
+            raise KeyboardInterrupt
 
     def _solved(self, name: str, budget: int, found: FoundPlan) -> _SolvedPoint:
         return _SolvedPoint(name, budget, found, self._study.peak_bytes(found), found.bound_us)

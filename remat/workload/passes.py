@@ -25,7 +25,7 @@ from remat.workload.held_outputs import output_tensors
 class _BackwardSeen:
     """Whether a backward went through the pass: one that makes no graph, one that keeps this one, or any.
 
-    in_autocast  one that makes no graph ran inside of `torch.autocast`
+    in_autocast  one that makes no graph ran inside of `torch.autocast`, which keeps casts of weights
     """
 
     last: bool = False
@@ -44,9 +44,10 @@ class _Hook:
         self._seen.any = True
         self._seen.last = self._seen.last or not torch.is_grad_enabled()
         self._seen.kept = self._seen.kept or (keeps_graph() and not torch.is_grad_enabled())
-        devices = {gradient.device.type for gradient in gradients if gradient is not None}
-        within = not torch.is_grad_enabled() and any(map(torch.is_autocast_enabled, devices))
-        self._seen.in_autocast = self._seen.in_autocast or within
+        if not torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
+            devices = {gradient.device.type for gradient in gradients if gradient is not None}
+            within = any(map(torch.is_autocast_enabled, filter(torch.amp.is_autocast_available, devices)))
+            self._seen.in_autocast = self._seen.in_autocast or within
 
 
 class Pass:
