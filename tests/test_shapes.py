@@ -62,7 +62,8 @@ def gradients(workload: Workload, model: Any, samples: int, length: int | None) 
     batch = workload.batch(samples, length)
     torch.manual_seed(1)
     with autocast_context(CPU, workload.autocast):
-        workload.step(model, batch).backward()
+        loss = workload.step(model, batch)
+    loss.backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 

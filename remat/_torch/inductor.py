@@ -129,7 +129,7 @@ def random_operators_alone(device: torch.device) -> Iterator[None]:
     A user's checkpoint brings these wrappers, and no dispatch mode of ours sees into one. The state that is kept takes
     memory of the device on a CPU only.
     """
-    wrappers = internal("ops.higher_order", "predict what Inductor allocates")
+    wrappers = torch.ops.higher_order
     state_bytes = torch.get_rng_state().numel() if device.type == "cpu" else 0
 
     def saving(random: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
