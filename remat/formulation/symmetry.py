@@ -67,7 +67,7 @@ class _Signatures:
         self.unique = self._far_ends()
 
     def of(self, s: int) -> Hashable:
-        mark = s if s in self.unique or self.graph.inner else -1  # a backward within the forward has other operators
+        mark = s if s in self.unique or self.graph.inner else -1  # backwards within the forward are in no signature
         return (mark, *self._nodes(s), *self._operators(s), *self._storages(s), *self._saves(s), *self._inputs(s))
 
     def _nodes(self, s: int) -> tuple[Hashable, ...]:

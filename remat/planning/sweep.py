@@ -327,7 +327,7 @@ class _Trace:
         """Add the plans of the unchanged form under the budgets of the curve, from its own least budget on."""
         study, at = self._study, self._study.captured
         self._on_point(name, 1, 1)
-        first = study.solve(at, study.least_known_bytes(at), self._limits)  # so far any plan of that peak is known
+        first = study.solve(at, study.least_known_bytes(at), self._limits)  # seldom by the plan of least peak
         budgets = {study.least_known_bytes(at), *(solved.budget_bytes for solved in self.curve)}
         known = [(budget, best) for budget in sorted(budgets) if (best := study.best_known(at, budget)) is not None]
         solved = [self._solved(name, budget, FoundPlan(at, best, self._limits)) for budget, best in known]
