@@ -403,6 +403,28 @@ def test_copies_that_were_not_planned_are_counted() -> None:
         trained(apply(model_of(MoreCopies)().train(), nearly, on_larger="refuse"))
 
 
+class Scores(Layer):
+    """Attention with its matrix of scores, a head of which each takes as much."""
+
+    head_count = 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.head_count, -1)).permute(2, 0, 3, 1, 4).unbind()
+        return x + self.out(self.merged(F.softmax(q @ k.transpose(-1, -2), -1) @ v))
+
+
+class MoreHeads(Scores):
+    head_count = 4
+
+
+def test_a_model_with_more_heads_than_planned_is_refused() -> None:
+    """Its operators are the same and its parameters have the same shapes; its scores take twice as much."""
+    planned = plan_by_hand(recorded(workload_of(model_of(Scores)))[1], ())
+    trained(apply(model_of(Scores)().train(), planned, on_larger="refuse"))
+    with pytest.raises(PlanMismatch, match=r"makes up to .* more than when planned \((matmul|softmax) in layers\.0\)"):
+        trained(apply(model_of(MoreHeads)().train(), planned))
+
+
 # What a graph is known by
 
 
@@ -477,6 +499,12 @@ def test_wiring_is_seen_through_views() -> None:
     assert isinstance(crossed, Difference) and str(crossed).endswith(
         "takes values of other operators than when planned"
     )
+
+
+@pytest.mark.parametrize(("planned", "found", "more"), [(8, 24, 16), (24, 8, 0), (0, 24, 0)])
+def test_results_of_anchors_are_compared_one_by_one_where_they_are_known(planned: int, found: int, more: int) -> None:
+    fit = compare((node("a"), node("b", made_bytes=planned)), (node("a"), node("b", made_bytes=found)))
+    assert isinstance(fit, Fit) and fit.more_bytes == more
 
 
 def test_a_border_stays_behind_the_last_node_that_both_have() -> None:

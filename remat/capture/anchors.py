@@ -75,7 +75,7 @@ def _identities(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> Iterator[
         tensors = sum(_dimensions(_value(i)) > 0 for i in node.all_input_nodes)
         op, draws, made_bytes = canonical(called(node)), may_draw(node), state.made_bytes(node)
         anchor = draws or _counts(node, op, node in owned, made_bytes, state)
-        yield NodeId(op, module_path(node), takes, anchor, tensors, draws, 0 if anchor else made_bytes)
+        yield NodeId(op, module_path(node), takes, anchor, tensors, draws, made_bytes)
 
 
 def _counts(node: fx.Node, op: str, owned: bool, made_bytes: int, state: _Storages) -> bool:

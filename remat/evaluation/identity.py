@@ -9,9 +9,11 @@ draws random numbers. Two graphs are the same where their anchors are, one by on
 values they take, and how many tensors they take. (An attention that is given a mask takes one more.)
 
 All others are *loose*: views, sizes, scalars, brackets, and what is computed out of no parameter (masks, positions).
-They need not be the same. What they allocate is compared by module, and where this graph's allocate more than the
-planned one's, it is said by how many bytes. Copies that depend on the strides of what they are given (`contiguous`,
+They need not be the same. Copies that depend on the strides of what they are given (`contiguous`,
 `reshape`, `to`) are loose too, because at a batch of one they are views.
+
+At the planned batch, what nodes allocate is compared as well: anchors one by one, loose nodes by module. Where this
+graph's allocate more than the planned one's (twice the heads, another dtype), it is said by how many bytes.
 
 What an anchor is must not depend on the batch, on what is frozen or on the mode: a plan may be applied at a smaller
 batch, with fewer parameters trained, with a dropout turned off. Whether an anchor draws is compared one way: a plan
@@ -90,7 +92,7 @@ class NodeId:
     op      canonical operator             module   path of the module that it is in
     takes   ordinals of the nodes whose values it takes
     anchor  it costs or keeps something    tensors  number of its tensor inputs, parameters included
-    draws   it may draw random numbers     made_bytes  bytes that a loose node allocates
+    draws   it may draw random numbers     made_bytes  bytes that it allocates (of anchors, 0 where not known)
     """
 
     op: str
@@ -138,7 +140,7 @@ class Difference:
 class Fit:
     """The places of a planned graph call's nodes in another graph: `to[i]`, or -1 if node i has no counterpart.
 
-    more_bytes  upper bound on the bytes that loose nodes allocate and did not when planned
+    more_bytes  upper bound on the bytes that nodes allocate and did not when planned
     more_of     the node that allocates most of that
     """
 
@@ -165,7 +167,7 @@ class Fit:
 def compare(planned: Identity, found: Identity, *, same_shapes: bool = True) -> Fit | Difference:
     """Compare two graphs: return how `found` fits the graph `planned`, or their first difference.
 
-    same_shapes  whether both are of one batch; otherwise loose nodes are compared by number, not by bytes
+    same_shapes  whether both are of one batch; otherwise loose nodes are compared by number, and nothing by bytes
     """
     ours, theirs = _anchors(planned), _anchors(found)
     for position, ((i, one), (j, other)) in enumerate(zip(ours, theirs, strict=False)):
@@ -180,6 +182,12 @@ def compare(planned: Identity, found: Identity, *, same_shapes: bool = True) -> 
         )
     to = _aligned(planned, [i for i, _ in ours], found, [j for j, _ in theirs])
     more = _more(planned, found, same_shapes)
+    if same_shapes:
+        more += [
+            (found[j].made_bytes - planned[i].made_bytes, found[j])
+            for (i, _), (j, _) in zip(ours, theirs, strict=True)
+            if 0 < planned[i].made_bytes < found[j].made_bytes
+        ]
     return Fit(to, len(found), sum(size for size, _ in more), max(more, default=(0, None), key=lambda m: m[0])[1])
 
 
@@ -228,12 +236,12 @@ def _more(planned: Identity, found: Identity, same_shapes: bool) -> list[tuple[i
     """List (bytes, node) of loose nodes in `found` that allocate more than those planned in the same module."""
     room: dict[str, list[int]] = {}
     for node in planned:
-        if node.made_bytes >= LOOSE_BYTES:
+        if not node.anchor and node.made_bytes >= LOOSE_BYTES:
             room.setdefault(node.module, []).append(node.made_bytes)
     for sizes in room.values():
         sizes.sort()
     more = []
-    for node in sorted(found, key=lambda node: -node.made_bytes):
+    for node in sorted((node for node in found if not node.anchor), key=lambda node: -node.made_bytes):
         if node.made_bytes < LOOSE_BYTES:
             break
         planned_bytes = room[node.module].pop() if room.get(node.module) else 0
