@@ -153,6 +153,7 @@ def test_a_model_that_logs_is_one_graph_and_dynamo_can_write_its_settings_to_its
     assert "warning" in json.loads(json.dumps(found)) and not isinstance(found, set)  # which torch 2.11 sorts
 
 
+@pytest.mark.exhaustive
 def test_a_branch_that_cannot_be_traced_is_named_by_the_plan_and_caught_by_validation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:

@@ -180,6 +180,7 @@ def several(parameters: Parameters) -> Any:
     return [first, torch.optim.SGD(parameters[6:], lr=0.1)], [torch.optim.lr_scheduler.StepLR(first, 10)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("optimizer", "state", "name"),
     [
@@ -200,6 +201,7 @@ def test_all_that_is_kept_is_counted_and_the_peak_is_as_predicted(optimizer: Any
     assert report.passed, report
 
 
+@pytest.mark.exhaustive
 def test_state_that_a_step_makes_anew_is_measured_once() -> None:
     """The profiler does not see older memory freed on the CPU: state was counted twice, and the plan failed."""
     workload = dataclasses.replace(WORKLOAD, optimizer=Climbing)
@@ -210,7 +212,7 @@ def test_state_that_a_step_makes_anew_is_measured_once() -> None:
     assert report.measured["peak_bytes"] == pytest.approx(report.predicted["peak_bytes"], rel=1e-3)
 
 
-@pytest.mark.fast("Sharp", "Wrapping")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("optimizer", [Sharp, Asserting, Silent, Wrapping])
 def test_what_is_alive_while_a_step_is_repeated_is_counted_too(optimizer: Any) -> None:
     """SAM has the parameters twice while forward and backward run again."""

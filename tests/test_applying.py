@@ -299,6 +299,7 @@ def test_two_backwards_through_one_forward_are_told_where_they_may_break_the_bud
         train(plans["transformer"].predicted["peak_bytes"])
 
 
+@pytest.mark.exhaustive
 def test_a_backward_inside_of_autocast_is_told_where_it_may_break_the_budget(plans: dict[str, Plan]) -> None:
     """Autocast keeps its casts of the weights as long as it is open."""
     plan = plans["transformer-amp"]
@@ -368,6 +369,7 @@ def test_a_model_that_is_dropped_is_freed_with_its_weights(removed: bool, plans:
     assert [reference() for reference in alive] == [None, None]
 
 
+@pytest.mark.exhaustive
 def test_a_second_plan_replaces_the_first(planned: nn.Module, graphs: Any) -> None:
     trained(TRANSFORMER, planned)
     graph = graphs["transformer"][1]
@@ -403,6 +405,7 @@ def patched_forward(self: Transformer, ids: torch.Tensor, labels: torch.Tensor) 
     return Transformer.forward(self, ids, labels)
 
 
+@pytest.mark.exhaustive
 def test_a_trained_model_is_exported_for_evaluation(planned: nn.Module) -> None:
     ids, labels = batch_of(TRANSFORMER)
     planned(ids, labels).backward()
@@ -413,6 +416,7 @@ def test_a_trained_model_is_exported_for_evaluation(planned: nn.Module) -> None:
 # What does not fit
 
 
+@pytest.mark.exhaustive
 def test_a_plan_for_another_model_is_refused_at_the_first_forward(plans: dict[str, Plan]) -> None:
     deeper = apply(Transformer(layers=5), plans["transformer"])
     with pytest.raises(PlanMismatch, match="made for 'toy-transformer', whose graph differs"):
@@ -529,6 +533,7 @@ def test_evaluator_and_executor_need_the_same_memory(name: str, choice: str, gra
     assert Memory(graph).curve(regions).peak_bytes == replay(fake, to_refs(graph, regions)).max()
 
 
+@pytest.mark.exhaustive
 def test_evaluator_and_executor_need_the_same_memory_under_autocast(graphs: Any) -> None:
     fake, graph = graphs["transformer-amp"]
     for choice in ("half-saved", "nested"):

@@ -92,7 +92,7 @@ def require_alike(planned: nn.Module, untouched: nn.Module, batch: Batch) -> Non
     assert kernel_differences(expected[2], found[2]) == ()
 
 
-@pytest.mark.fast("llama")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mask_of_ones_is_no_mask_as_in_eager_mode(family: str) -> None:
     untouched, planned = built(family), apply(built(family), plan_of_family(family), verify_first_step=False)
@@ -104,7 +104,7 @@ def test_a_mask_of_ones_is_no_mask_as_in_eager_mode(family: str) -> None:
     assert attention or family != "llama"  # on a CPU dropout is left to others
 
 
-@pytest.mark.fast("llama")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_is_another_step_whatever_came_before(family: str) -> None:
     """The same shapes and dtypes as the batch before: no guard of Dynamo's would see that the data differ."""
@@ -115,7 +115,7 @@ def test_padding_is_another_step_whatever_came_before(family: str) -> None:
     require_alike(planned, built(family), batch_of(family, "ones"))  # fit for the next batch
 
 
-@pytest.mark.fast("llama")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batches_with_and_without_padding_alternate_under_a_plan_for_padding(family: str) -> None:
     """With padding the step is bitwise that of eager mode; without, the explicit mask stays, and a warning says so."""
@@ -136,6 +136,7 @@ def test_batches_with_and_without_padding_alternate_under_a_plan_for_padding(fam
         assert counts_of(planned).regions == 2
 
 
+@pytest.mark.exhaustive
 def test_a_plan_of_modules_is_told_of_padding() -> None:
     graph = recorded(workload_of("llama"))[1]
     model = apply(built("llama"), plan_of(graph), on_larger="refuse", verify_first_step=False)
@@ -162,7 +163,7 @@ class OwnMask(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:this is forward number")
-@pytest.mark.fast("beside-none")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("given", [False, True], ids=["beside-none", "beside-ones"])
 @pytest.mark.filterwarnings("ignore:this batch has no padding")
 def test_a_mask_of_the_models_own_is_never_taken_for_ones(given: bool) -> None:
@@ -184,6 +185,7 @@ def test_a_mask_of_the_models_own_is_never_taken_for_ones(given: bool) -> None:
     assert counts_of(planned).regions == 8
 
 
+@pytest.mark.exhaustive
 def test_a_mask_that_the_model_uses_elsewhere_is_named() -> None:
     class Weighted(OwnMask):
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -209,6 +211,7 @@ def test_a_mask_that_the_model_uses_elsewhere_is_named() -> None:
 # Position ids
 
 
+@pytest.mark.exhaustive
 def test_packed_rows_are_another_step_and_positions_that_count_up_are_not() -> None:
     positions = torch.arange(LENGTH).expand(SAMPLES, -1)
     assert not masks_of([("position_ids", positions)], all_ones).packed
@@ -245,7 +248,7 @@ def test_rows_of_one_sequence_under_a_plan_for_packed_rows_are_right_and_said_no
 # What planning knows of a mask
 
 
-@pytest.mark.fast("written")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("make", "ones"),
     [
@@ -323,6 +326,7 @@ def test_transformers_is_as_it_was_while_a_planned_forward_is_traced_and_run(mon
     assert counts_of(model).regions == 2
 
 
+@pytest.mark.exhaustive
 def test_a_transformers_whose_mask_functions_are_called_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = {"_ignore_mask_of_old": lambda original: original}
     monkeypatch.setattr("remat.capture.attention_masks._answers_for", lambda masks: gone)
@@ -333,7 +337,7 @@ def test_a_transformers_whose_mask_functions_are_called_otherwise_is_refused(mon
 # The cache, and what a first forward says
 
 
-@pytest.mark.fast("llama-nodes")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["nodes", "modules"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_planned_training_forward_builds_no_cache(family: str, kind: str) -> None:
@@ -352,6 +356,7 @@ def test_a_planned_training_forward_builds_no_cache(family: str, kind: str) -> N
     assert planned.config.use_cache and planned.eval()(**batch_of(family)).past_key_values is not None
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_is_planned_with_its_cache_on_is_planned_without() -> None:
     """A workload of one's own, whose configuration has it on by default; the Trainer turns it off."""
     workload = dataclasses.replace(
@@ -369,6 +374,7 @@ def test_a_model_that_is_planned_with_its_cache_on_is_planned_without() -> None:
     assert sum("use_cache=False" in note for note in report.notes) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_first_forward_that_logs_is_one_graph() -> None:
     """GPT-2's class name does not tell its loss: the library says so, once, in the middle of the first forward."""
     model = library.GPT2LMHeadModel(config_of("gpt2")).train()

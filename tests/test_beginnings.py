@@ -32,6 +32,7 @@ def alike(one: list[ToyNode], other: list[ToyNode]) -> int:
     return posed(one)._beginnings.alike(posed(other)._beginnings)
 
 
+@pytest.mark.exhaustive
 @given(toys(most=8), st.data(), st.sampled_from((1, 2)))
 @settings(max_examples=examples(40, 150))
 def test_shapes_of_another_form_are_those_found_alone(nodes: list[ToyNode], data: st.DataObject, depth: int) -> None:
@@ -83,6 +84,7 @@ def test_with_a_link_only_what_leaves_everything_on_the_device_is_shared() -> No
     assert problem.without_link()._shapes == linked.without_link()._shapes
 
 
+@pytest.mark.exhaustive
 def test_a_step_with_its_loss_in_slices_takes_nearly_all_shapes_from_the_step_as_captured() -> None:
     place = find_planning_device("h100-80gb")
     workload = gpt2.workload("gpt2", width=32, layers=5, heads=2, batch_size=2, positions=16, vocab=512)

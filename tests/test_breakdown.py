@@ -47,7 +47,7 @@ def test_the_parts_add_up_to_what_is_alive_at_every_operator(nodes: list[ToyNode
     assert sum(breakdown.at_peak(memory, regions).values()) == stack.curve.peak_bytes
 
 
-@pytest.mark.fast("transformer-amp")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
 def test_a_point_of_the_stack_is_the_breakdown_there(name: str) -> None:
     graph = record(FakeStep(WORKLOADS[name], device=torch.device("cpu")))
@@ -58,6 +58,7 @@ def test_a_point_of_the_stack_is_the_breakdown_there(name: str) -> None:
         assert breakdown.at(memory, regions, position) == there
 
 
+@pytest.mark.exhaustive
 def test_recomputed_activations_are_told_from_kept_ones() -> None:
     memory = recorded(TrainingLoop())
     graph = memory.graph
@@ -81,6 +82,7 @@ def numel() -> int:
     return sum(p.numel() for p in TRANSFORMER.build().parameters())
 
 
+@pytest.mark.exhaustive
 def test_a_running_average_is_another_copy_of_the_parameters() -> None:
     plain, averaged = recorded(TrainingLoop()), recorded(TrainingLoop(ema=True))
     assert averaged.graph.fixed_bytes["running average"] == numel() * WIDTH_BYTES
@@ -88,17 +90,19 @@ def test_a_running_average_is_another_copy_of_the_parameters() -> None:
     assert rise >= numel() * WIDTH_BYTES
 
 
+@pytest.mark.exhaustive
 def test_gradient_buckets_are_another_copy_of_the_gradients() -> None:
     assert recorded(TrainingLoop(ddp=True)).graph.fixed_bytes["gradient buckets"] == numel() * WIDTH_BYTES
 
 
+@pytest.mark.exhaustive
 def test_clipping_runs_before_the_optimizer() -> None:
     plain, clipped = recorded(TrainingLoop(), None), recorded(TrainingLoop(clip_grad_norm=True), None)
     assert plain.graph.op_count == plain.graph.backward_end
     assert clipped.graph.op_count > clipped.graph.backward_end
 
 
-@pytest.mark.fast("AdamW-4")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("optimizer", "accumulation"),
     [
@@ -136,12 +140,14 @@ def test_every_parameter_has_its_gradient_and_its_state() -> None:
     assert {p.gradient for p in graph.parameters} == set(graph.parameter_gradients)
 
 
+@pytest.mark.exhaustive
 def test_gradients_that_accumulate_are_there_before_the_step() -> None:
     graph = recorded(TrainingLoop(accumulation=2)).graph
     assert {p.gradient for p in graph.parameters} == {-1}
     assert sum(p.gradient_bytes for p in graph.parameters) == graph.fixed_bytes["gradients"]
 
 
+@pytest.mark.exhaustive
 def test_a_step_is_recorded_again_under_another_loop_as_if_it_were_new() -> None:
     step = FakeStep(TOYS["residual"], device=torch.device("cpu"))
     first = record(step)

@@ -147,6 +147,7 @@ def test_what_is_carried_from_micro_batch_to_micro_batch_is_too(autocast: torch.
         assert all(map(torch.equal, accumulated(None), accumulated(plan)))
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_calls_the_model_twice_carries_from_one_to_the_other() -> None:
     def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         x, labels = batch
@@ -156,6 +157,7 @@ def test_a_step_that_calls_the_model_twice_carries_from_one_to_the_other() -> No
     is_bitwise(work, tight(work), 6)
 
 
+@pytest.mark.exhaustive
 def test_a_memory_that_the_script_empties_now_and_then_runs_its_first_forward_each_time() -> None:
     def between(model: nn.Module, i: int) -> None:
         if i % 3 == 0:
@@ -212,6 +214,7 @@ def test_a_plan_is_applied_in_the_middle_of_a_training(queue_plan: Plan) -> None
     assert counts_of(model).regions == 4 * len(queue_plan.regions)
 
 
+@pytest.mark.exhaustive
 def test_evaluation_between_steps_carries_as_it_does_without_a_plan() -> None:
     def between(model: nn.Module, i: int) -> None:
         with torch.no_grad():
@@ -362,6 +365,7 @@ def _told_apart(model: Counting) -> float:
     return float(torch.tensor(0.5, device="meta").numel()) * hash((model.steps, "a")) / hash((model.steps, "a"))
 
 
+@pytest.mark.exhaustive
 def test_a_counter_that_a_trace_cannot_leave_open_is_told_of_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("remat.execution.planned_forward.MANY_TRACES", 4)
     work = workload(functools.partial(Counting, _told_apart))
@@ -374,6 +378,7 @@ def test_a_counter_that_a_trace_cannot_leave_open_is_told_of_by_name(monkeypatch
 # No trace
 
 
+@pytest.mark.exhaustive
 @pytest.mark.third
 @pytest.mark.parametrize(
     "name", names_of({**CARRYING, **COUNTING}, {"queue", "hooked", "shared", "noisy", "attribute"})
@@ -406,6 +411,7 @@ def test_records_of_a_model_that_counts_are_of_one_step() -> None:
 # Executions
 
 
+@pytest.mark.exhaustive
 def test_a_module_that_carries_something_is_no_region_of_modules() -> None:
     from remat.execution.modules.search_space import eligible_modules
 

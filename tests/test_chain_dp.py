@@ -315,6 +315,7 @@ def test_what_is_proved_from_a_start_is_the_oracles_in_thousands(problem: Proble
     proved_from_a_start(problem, data)
 
 
+@pytest.mark.exhaustive
 def test_the_first_table_that_shows_a_problem_to_be_of_no_use_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     place = find_planning_device("h100-80gb")
     found = profile_step(fake_step(TEST_SIZES["t5-base"](), place), place)

@@ -49,17 +49,20 @@ def planned() -> Plan:
     return library.plan(WORKLOAD, budget=less(), target=TARGET)
 
 
+@pytest.mark.exhaustive
 def test_it_is_what_the_estimate_says() -> None:
     peaks = library.estimate(WORKLOAD, target=TARGET).peaks
     assert needed() == max(peaks.peak_bytes, peaks.eager_bytes or 0, peaks.first_step_bytes)
 
 
+@pytest.mark.exhaustive
 def test_the_margin_decides_at_the_byte() -> None:
     found = checked(needed(), headroom=1)
     assert (found.limit_bytes, found.fits) == (needed() - 1, False)
     assert checked(needed(), headroom=0).fits
 
 
+@pytest.mark.exhaustive
 def test_where_it_does_not_fit_a_plan_is_named_that_fits() -> None:
     found, plan = without_plan(), planned()
     assert found.added == plan.predicted["overhead"]
@@ -67,6 +70,7 @@ def test_where_it_does_not_fit_a_plan_is_named_that_fits() -> None:
     assert checked(less(), headroom=0, plan=plan).fits
 
 
+@pytest.mark.exhaustive
 def test_a_plan_that_does_not_fit_is_answered_by_one_for_the_same_limit() -> None:
     options: dict[str, Any] = {"headroom": "1%", "target": TARGET}
     budget = int(0.88 * needed())
@@ -75,6 +79,7 @@ def test_a_plan_that_does_not_fit_is_answered_by_one_for_the_same_limit() -> Non
     assert found.added == library.plan(WORKLOAD, budget=budget, **options).predicted["overhead"]
 
 
+@pytest.mark.exhaustive
 def test_a_plan_is_judged_with_its_offloads_and_in_its_loop() -> None:
     how: dict[str, Any] = {"loop": TrainingLoop(accumulation=4), "exact": True, "offload": "activations"}
     plan = library.plan(WORKLOAD, budget="95%step", target=TARGET, time_limit=3, **how)
@@ -83,16 +88,19 @@ def test_a_plan_is_judged_with_its_offloads_and_in_its_loop() -> None:
     assert found.needed_bytes == plan.predicted["peak_bytes"] <= plan.budget_bytes
 
 
+@pytest.mark.exhaustive
 def test_where_no_plan_fits_the_refusal_is_named() -> None:
     found = checked(1 << 20, headroom=0)
     assert not found.fits and found.added is None and "below the least possible peak" in str(found)
 
 
+@pytest.mark.exhaustive
 def test_on_a_card_what_the_allocator_reserves_counts() -> None:
     found = checked("auto")
     assert found.fits and found.is_reserved and found.needed_bytes >= needed() and "simulated" in str(found)
 
 
+@pytest.mark.exhaustive
 def test_a_setting_of_the_allocator_is_a_change_where_it_is_enough() -> None:
     found = library.estimate(WORKLOAD, target=TARGET)
     default, expandable = (
@@ -115,6 +123,7 @@ def test_a_budget_without_a_unit_is_refused() -> None:
 # The command
 
 
+@pytest.mark.exhaustive
 def test_the_exit_code_is_the_verdict(remat: Remat) -> None:
     model = ("--model", "model.py:short", "--target", TARGET)
     assert remat("check", *model).exit_code == 0
@@ -130,6 +139,7 @@ def test_the_exit_code_is_the_verdict(remat: Remat) -> None:
 fits = pytest_plugin.fits
 
 
+@pytest.mark.exhaustive
 def test_a_test_of_a_user_fails_where_training_does_not_fit(fits: Callable[..., Verdict]) -> None:
     assert fits(WORKLOAD, "80GiB", target=TARGET) == dataclasses.replace(checked("80GiB"))
     with pytest.raises(pytest.fail.Exception, match="does not fit"):

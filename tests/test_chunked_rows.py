@@ -497,6 +497,7 @@ class Parallel(Half):
         return x + self.mix(normed).cumsum(1).tanh() + self.down(F.gelu(self.up(normed)))
 
 
+@pytest.mark.exhaustive
 def test_groups_inside_of_chunked_mlps_run_every_length_by_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeStep(workload(Swish), device=CPU)
     with fake.in_form(Form(rows=3, fused=True)):
@@ -522,6 +523,7 @@ def test_groups_inside_of_chunked_mlps_run_every_length_by_the_same_kernels(monk
     assert closed == []
 
 
+@pytest.mark.exhaustive
 def test_groups_inside_keep_no_copy_of_the_rows_under_autocast() -> None:
     """As they would: autocast keeps the cast of every leaf."""
     fake = fake_step(
@@ -583,6 +585,7 @@ def test_odd_halves_are_left_whole_or_right(half: type[Half], policy: str, sampl
         assert apart <= inside * (0.05 if autocast else 1e-5) * gradient.double().norm(), name
 
 
+@pytest.mark.exhaustive
 def test_what_is_cut_of_the_odd_halves() -> None:
     """Where some are cut, it is these: a rule that left all whole would pass the test above."""
     found = {half.__name__: len(find_row_runs(captured(half, 1))) for half in ODD}
@@ -704,7 +707,7 @@ def test_rows_that_are_written_to_before_backward_are_an_error() -> None:
 
 
 @pytest.mark.third
-@pytest.mark.fast("Gated-amp-h100-80gb-fused", "Adapted--cpu-plain")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("target", ["cpu", "h100-80gb"])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["", "amp"])
@@ -736,6 +739,7 @@ def test_the_evaluator_s_bytes_are_the_replay_s(
             assert np.array_equal(alive + graph.unseen_bytes, evaluated.alive_bytes)
 
 
+@pytest.mark.exhaustive
 @given(number=st.integers(0, 10**9))
 @settings(
     max_examples=examples(3, 12),
@@ -749,6 +753,7 @@ def test_a_random_model_with_mlps_in_slices_keeps_its_promises_under_random_plan
         assert [row for row in verdicts(number, 3, Form(rows=3)) if row["failures"]] == []
 
 
+@pytest.mark.exhaustive
 def test_a_region_that_ends_in_a_run_stops_in_front_of_it() -> None:
     place = find_planning_device("h100-80gb")
     fake = fake_step(workload(Gated), place)
@@ -776,6 +781,7 @@ def tight() -> tuple[int, int]:
     return least[0], least[1]
 
 
+@pytest.mark.exhaustive
 def test_a_plan_cuts_mlps_where_nothing_else_fits() -> None:
     whole, cut = tight()
     assert cut < whole
@@ -786,6 +792,7 @@ def test_a_plan_cuts_mlps_where_nothing_else_fits() -> None:
     assert "MLPs" in plan_text(made)
 
 
+@pytest.mark.exhaustive
 def test_a_fused_plan_cuts_mlps_where_nothing_else_fits_and_fuses_inside_of_them() -> None:
     with pytest.raises(Infeasible) as refused:
         plan(workload(Gated), budget=1, target="h100-80gb", numerics="rounding")
@@ -819,6 +826,7 @@ def test_groups_inside_of_chunked_mlps_keep_the_predicted_peak_and_are_near_floa
         assert report.measured["peak_bytes"] == peak
 
 
+@pytest.mark.exhaustive
 def test_where_a_plan_is_cheaper_mlps_are_left_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = tight()
     made = plan(workload(Gated), budget=4 * whole, target="h100-80gb")
@@ -847,6 +855,7 @@ def planned() -> Plan:
         return plan_profile(whole, Budget(budget, budget), step=fake, forms=choice)
 
 
+@pytest.mark.exhaustive
 def test_a_plan_with_mlps_in_slices_validates() -> None:
     made = planned()
     assert form_of(made.about).rows == 4
@@ -859,6 +868,7 @@ def test_a_plan_with_mlps_in_slices_validates() -> None:
     assert report.measured["peak_bytes"] <= made.budget_bytes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wrong", ["rows", "sums"])
 def test_wrong_gradients_of_a_run_fail_its_validation(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     made, right = planned(), ChunkedRows.gradients
@@ -874,6 +884,7 @@ def test_wrong_gradients_of_a_run_fail_its_validation(monkeypatch: pytest.Monkey
     assert not report.passed and not report.gradients_equal
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:the first step under the plan is not verified. .* no room")
 def test_a_saved_plan_trains_at_every_batch_size(tmp_path: Path) -> None:
     path = tmp_path / "rows.plan.json"

@@ -231,7 +231,7 @@ def captured(loss: Callable[..., torch.Tensor], model: type[Language] = Language
 # Which heads are found
 
 
-@pytest.mark.fast("capped", "ignoring_zero")
+@pytest.mark.fast("ignoring_zero")
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_head_is_found_by_what_its_nodes_do(loss: Callable[..., torch.Tensor]) -> None:
     (head,) = find_heads(captured(loss))
@@ -279,6 +279,7 @@ def test_a_product_with_a_transposed_weight_makes_logits_too(kind: type[Language
     assert len(find_heads(graph_module)) == 1 and whole_losses(graph_module) == []
 
 
+@pytest.mark.exhaustive
 def test_a_plan_and_a_refusal_say_why_a_loss_is_left_whole() -> None:
     workload = dataclasses.replace(LANGUAGE, build=functools.partial(Language, used_twice))
     plan = remat.plan(workload, budget="90%step", target="cpu")
@@ -505,7 +506,7 @@ def test_logits_are_withheld_and_say_so() -> None:
 # What slices take
 
 
-@pytest.mark.fast("language-amp-h100-80gb")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["cpu", "a100-80gb", "h100-80gb"])
 @pytest.mark.parametrize("workload", [LANGUAGE, MIXED], ids=lambda workload: workload.name)
 def test_the_evaluator_s_peak_is_the_replay_s(workload: Workload, target: str) -> None:
@@ -528,6 +529,7 @@ def test_the_evaluator_s_peak_is_the_replay_s(workload: Workload, target: str) -
                 assert np.array_equal(alive + graph.unseen_bytes, evaluated)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("slices", [1, 4])
 def test_what_slices_save_for_their_own_backward_is_alive_within_them_and_no_save(slices: int) -> None:
     """Taken for saves, no row of the forward would count them: no bound would meet its plan."""
@@ -592,6 +594,7 @@ def test_where_nothing_is_recomputed_the_loss_is_left_whole() -> None:
     assert chunks_of(made.about) == ()
 
 
+@pytest.mark.exhaustive
 def test_slices_that_gain_too_little_are_told_of_and_the_bound_is_of_the_loss_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -652,6 +655,7 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return replayed
 
 
+@pytest.mark.exhaustive
 def test_of_plans_in_many_forms_only_the_one_that_is_taken_is_replayed(forms: list[int]) -> None:
     made = plan(LARGER, budget=tight(LARGER)[0], target="h100-80gb", forms=MANY)
     (chunk,) = chunks_of(made.about)
@@ -660,6 +664,7 @@ def test_of_plans_in_many_forms_only_the_one_that_is_taken_is_replayed(forms: li
     assert set(forms) == {chunk.slices}
 
 
+@pytest.mark.exhaustive
 def test_a_plan_that_needs_more_as_it_runs_gives_way_to_the_next_best(
     forms: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -678,6 +683,7 @@ def test_a_plan_that_needs_more_as_it_runs_gives_way_to_the_next_best(
     assert made.solver["objective_us"] >= expected.solver["objective_us"] >= made.solver["bound_us"]
 
 
+@pytest.mark.exhaustive
 def test_a_search_that_is_interrupted_claims_no_proof_of_forms_that_it_did_not_try(
     forms: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -694,6 +700,7 @@ def test_a_search_that_is_interrupted_claims_no_proof_of_forms_that_it_did_not_t
     assert made.solver["status"] == "feasible"
 
 
+@pytest.mark.exhaustive
 def test_a_form_that_ran_out_of_time_is_not_said_to_be_infeasible(
     forms: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -710,6 +717,7 @@ def test_a_form_that_ran_out_of_time_is_not_said_to_be_infeasible(
         plan(LARGER, budget="70MiB", target="h100-80gb", forms=MANY)
 
 
+@pytest.mark.exhaustive
 def test_a_region_that_another_form_lacks_is_no_plan_to_begin_from() -> None:
     fake = fake_step(LARGER, find_planning_device("h100-80gb"))
     study = Study(profile_step(fake, find_planning_device("h100-80gb")), PlanRequest(forms=CHOICE), fake)
@@ -745,7 +753,7 @@ def planned(workload: Workload) -> Plan:
     return plan_profile(profile, Budget(limit, limit), step=fake, forms=CHOICE)
 
 
-@pytest.mark.fast("language")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("workload", [LARGER, MIXED.sized(64)], ids=lambda workload: workload.name)
 def test_a_plan_in_slices_validates(workload: Workload) -> None:
     made = planned(workload)
@@ -759,6 +767,7 @@ def test_a_plan_in_slices_validates(workload: Workload) -> None:
     assert report.measured["peak_bytes"] <= made.budget_bytes
 
 
+@pytest.mark.exhaustive
 def test_slices_that_round_otherwise_on_this_device_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("remat.planning.forms.round_alike", lambda shape, slices, dtype, device: slices == 1)
     fake = fake_step(LARGER, find_planning_device("cpu"))
@@ -787,6 +796,7 @@ def test_wrong_gradients_of_a_chunked_plan_fail_its_validation(monkeypatch: pyte
     assert not report.passed
 
 
+@pytest.mark.exhaustive
 def test_wrong_sums_of_a_chunked_plan_fail_its_validation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum of two slices is off by a ten-thousandth."""
     made, run = planned(LARGER), ChunkedLoss.run
@@ -824,6 +834,7 @@ def test_a_head_that_takes_more_is_another_graph() -> None:
         model(*batch(64, LENGTH))
 
 
+@pytest.mark.exhaustive
 def test_a_saved_plan_in_slices_trains_at_every_batch_size(tmp_path: Any) -> None:
     made = planned(LARGER)
     made.save(tmp_path / "a.plan.json")

@@ -120,6 +120,7 @@ def test_a_budget_above_the_target_is_planned_with_a_warning(remat: Remat) -> No
     assert "warning: the budget of 100.00 GiB is more than the 79.10 GiB of h100-80gb" in ran.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_least_budget_is_named_and_is_the_least(remat: Remat) -> None:
     refused = remat(*stack("--json", "--no-advice", budget="66MiB"))
     least = refused.data["minimum_budget_bytes"]
@@ -480,7 +481,7 @@ def test_what_is_measured_is_shown_beside(remat: Remat, monkeypatch: pytest.Monk
     assert ran.exit_code == 4 and "error: none: the measurement contradicts the plan." in ran.stderr
 
 
-@pytest.mark.fast("compare")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("command", [against(budget="84MiB"), over("--points", "3")], ids=["compare", "sweep"])
 def test_regions_may_be_whole_modules_where_plans_are_compared(remat: Remat, command: list[str]) -> None:
     command = [*command, "--strategies", "every-block,exact"]
@@ -501,6 +502,7 @@ def test_regions_may_be_whole_modules_where_plans_are_compared(remat: Remat, com
 # sweep
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_is_a_document_a_file_and_a_plot(remat: Remat) -> None:
     pytest.importorskip("matplotlib")
     ran = remat(*over("--points", "3", "--strategies", "none,exact", "--plot", "c.svg", "--out", "c.json", "--json"))

@@ -41,6 +41,7 @@ def test_an_estimate_is_a_text(remat: Remat) -> None:
         assert words in text
 
 
+@pytest.mark.exhaustive
 def test_an_estimate_under_a_plan_is_the_plans(remat: Remat) -> None:
     remat("plan", *MODEL, "--budget", "72MiB", "--accumulation", "2")
     plan = Plan.load("stack.plan.json")
@@ -51,11 +52,13 @@ def test_an_estimate_under_a_plan_is_the_plans(remat: Remat) -> None:
     assert data["speed"]["recompute_time_us"] == pytest.approx(2 * plan.predicted["recompute_time_us"])
 
 
+@pytest.mark.exhaustive
 def test_levers_are_listed_with_what_they_free(remat: Remat) -> None:
     ran = remat("estimate", *MODEL, "--advice")
     assert "micro-batch 2048" in ran.stdout and "frees" in ran.stdout
 
 
+@pytest.mark.exhaustive
 def test_the_loop_around_the_step_is_counted(remat: Remat) -> None:
     plain = remat("estimate", *MODEL, "--json").data["peaks"]
     more = remat("estimate", *MODEL, "--ema", "--ddp", "--clip-grad-norm", "--json").data
@@ -74,6 +77,7 @@ def test_states_need_no_model(remat: Remat) -> None:
 # fit
 
 
+@pytest.mark.exhaustive
 def test_a_fit_is_a_ladder_a_document_and_a_plan(remat: Remat) -> None:
     data = remat("fit", *SHORT, "--budget", "67MiB", "--global-batch", "4096", "--json").data
     assert list(data["rungs"]) == ["as is", "accumulate", "checkpoint", "joint optimum"]
@@ -87,6 +91,7 @@ def test_a_fit_is_a_ladder_a_document_and_a_plan(remat: Remat) -> None:
     assert plan.predicted["peak_bytes"] <= 67 << 20
 
 
+@pytest.mark.exhaustive
 def test_a_fit_says_which_won_and_why(remat: Remat) -> None:
     ran = remat("fit", *MODEL, "--budget", "70MiB", "--global-batch", "4096", "--ranks", "2", "--shard", "zero3")
     assert ran.exit_code == 0, ran.stderr
@@ -95,6 +100,7 @@ def test_a_fit_says_which_won_and_why(remat: Remat) -> None:
     assert "times exclude communication between ranks" in ran.stdout
 
 
+@pytest.mark.exhaustive
 def test_the_largest_batch_is_a_plan(remat: Remat) -> None:
     data = remat("fit", *SHORT, "--budget", "67MiB", "--max-batch", "--json").data
     assert data["max_batch"] == data["batch_size"] == Plan.load(data["plan_path"]).about["batch_size"] > 512
@@ -120,6 +126,7 @@ def test_a_timeline_of_a_plan_shows_its_budget(remat: Remat) -> None:
     assert data["peak_bytes"] == max(map(sum, zip(*data["parts"].values(), strict=True)))
 
 
+@pytest.mark.exhaustive
 def test_on_the_cpu_the_measured_curve_is_drawn_beside(remat: Remat) -> None:
     on_cpu = ("--model", "model.py:stack", "--target", "cpu", "--batch-size", "512")
     data = remat("timeline", *on_cpu, "--measure", "--json").data

@@ -105,6 +105,7 @@ def trained(
 # The whole way
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("share", [pytest.param(2.0, id="roomy"), pytest.param(0.85, id="tight")])
 def test_a_planned_step_keeps_its_budget_and_computes_what_an_unplanned_one_does(
     share: float, cuts: list[BudgetPartitioner]
@@ -212,6 +213,7 @@ class Checkpointed(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.exhaustive
 def test_random_operators_in_a_users_checkpoint_are_counted(cuts: list[BudgetPartitioner]) -> None:
     model, x = built(Checkpointed), batch()
     expected, untouched = trained(model, torch.compile(model), x)
@@ -237,6 +239,7 @@ class Classifier(nn.Module):
         return nn.functional.cross_entropy(logits.float(), labels), logits, hidden
 
 
+@pytest.mark.exhaustive
 def test_a_loss_runs_in_chunks_where_the_default_exceeds_the_budget(cuts: list[BudgetPartitioner]) -> None:
     x, model = batch(1024), built(Classifier)
     default = torch.compile(model)
@@ -270,6 +273,7 @@ class Language(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).view(-1, 512), ids.view(-1))
 
 
+@pytest.mark.exhaustive
 def test_one_compilation_trains_batches_of_all_sizes_with_the_loss_in_chunks(cuts: list[BudgetPartitioner]) -> None:
     model, plain = built(Language), built(Language)
     planned = remat.compile(model, "2MiB", holds="loss", dynamic=True)
@@ -284,6 +288,7 @@ def test_one_compilation_trains_batches_of_all_sizes_with_the_loss_in_chunks(cut
     assert cut.peak_bytes <= 2 << 20
 
 
+@pytest.mark.exhaustive
 def test_a_loss_stays_whole_where_numbers_must_not_change() -> None:
     model = built(Classifier)
     planned = remat.compile(model, "2.5MiB", holds="loss", numerics="bitwise")
@@ -575,6 +580,7 @@ def test_a_call_that_the_compiler_moved_keeps_its_name() -> None:
     assert list(found.items()) == [("", 0), ("b", 9), ("a", 4)]  # each with what was made for it
 
 
+@pytest.mark.exhaustive
 def test_a_table_that_is_corrected_by_a_choice_never_says_that_it_fits_where_it_does_not() -> None:
     said: list[tuple[bool, bool]] = []
 
@@ -674,6 +680,7 @@ def planned(cuts: list[BudgetPartitioner], budget: int = 1 << 40, rows: int = 25
     return dataclasses.replace(cut, seconds=0.0)
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_is_started_again_reads_what_was_found(
     cuts: list[BudgetPartitioner], searched: list[str]
 ) -> None:
@@ -686,6 +693,7 @@ def test_a_script_that_is_started_again_reads_what_was_found(
     assert first.choice != first.default
 
 
+@pytest.mark.exhaustive
 def test_what_was_found_is_for_this_graph_these_settings_and_this_budget(
     cuts: list[BudgetPartitioner], searched: list[str]
 ) -> None:
@@ -702,6 +710,7 @@ def test_what_was_found_is_for_this_graph_these_settings_and_this_budget(
         assert searched
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_kept_where_caches_are_off_and_a_broken_file_is_made_anew(
     cuts: list[BudgetPartitioner], searched: list[str], tmp_path: Path
 ) -> None:

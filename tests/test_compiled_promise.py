@@ -93,6 +93,7 @@ def test_runs_within_a_checkpoint_save_nothing_and_are_not_counted(of_one_run: i
     stepped(lambda x: checkpoint(run, x.requires_grad_(), use_reentrant=False), 3)
 
 
+@pytest.mark.exhaustive
 def test_two_models_compiled_apart_are_told_that_neither_budget_knows_the_other(of_one_run: int) -> None:
     def step(outside: int) -> None:
         first, second = compiled(of_one_run), compiled(of_one_run + outside, outside=outside)
@@ -162,6 +163,7 @@ class Sized(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sizes", [(8, 4, 2, 1), (4, 4, 4, 4)], ids=["others", "same"])
 def test_what_blocks_have_saved_is_counted_whatever_their_sizes_and_though_each_has_options(sizes: Any) -> None:
     def peak(share: float = 0, **options: Any) -> int:
@@ -195,6 +197,7 @@ def test_blocks_with_equal_options_of_their_own_are_planned_once(monkeypatch: py
     assert len(planned) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_is_compiled_anew_after_a_reset_has_its_whole_budget(of_one_run: int) -> None:
     run = compiled(of_one_run)
     stepped(run, 1)
@@ -266,6 +269,7 @@ class Large(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Profiler record function")
 def test_graphs_that_ddp_cuts_share_a_budget_with_its_buckets(alone_in_a_group: None) -> None:
     def make(**options: Any) -> tuple[nn.Module, Callable[[], None]]:
@@ -368,6 +372,7 @@ def test_an_optimizer_that_is_not_kept_counts_with_its_settings(again: Callable[
         assert kept.defaults == expected.defaults
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_compiled_model_that_has_trained_is_copied_and_stored(again: Callable[[Any], Any]) -> None:
     first = compiled("1GiB")
@@ -386,6 +391,7 @@ def test_a_mode_of_inductors_goes_with_a_budget() -> None:
 # What is not found, and what is proved
 
 
+@pytest.mark.exhaustive
 def test_a_search_that_finds_nothing_names_the_least_peak_it_saw_and_claims_no_proof() -> None:
     with pytest.raises(NoPlanInTime, match="nothing proves that there is none: the least peak that was seen") as caught:
         compiled(2 * PARAMETERS + ROWS * ROW)(batch())  # with gradients, and nothing for activations

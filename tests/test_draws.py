@@ -76,6 +76,7 @@ NUMPY: dict[str, Callable[[Drawing], Any]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NUMPY)
 def test_what_numpy_draws_is_named_by_its_line_with_the_remedy(name: str) -> None:
     work = workload(drawing(NUMPY[name]))

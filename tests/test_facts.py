@@ -78,17 +78,20 @@ def boundary_bytes(width: int, tokens: int, heads: int = 8, seq: int = 1000) -> 
     return kept(first, second) - kept(first)
 
 
+@pytest.mark.exhaustive
 def test_gpt3_2_7b_boundaries_in_16_bit() -> None:
     assert 32 * boundary_bytes(2560, 10**6) == 32 * 10**6 * 2560 * 2
     assert 32 * boundary_bytes(2560, 10**6) / GIB == pytest.approx(152.59, abs=0.005)
 
 
+@pytest.mark.exhaustive
 def test_gpt3_175b_boundaries_in_16_bit() -> None:
     boundary = boundary_bytes(12288, 3_200_000, heads=96)
     assert boundary / GB == pytest.approx(78.64, abs=0.005)
     assert 96 * boundary / GB == pytest.approx(7549.7, abs=0.05)
 
 
+@pytest.mark.exhaustive
 def test_boundaries_of_a_70b_shape_alone_are_40_gib() -> None:
     assert 80 * boundary_bytes(8192, 8 * 4096, heads=64, seq=4096) / GIB == 40
 

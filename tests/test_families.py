@@ -52,7 +52,7 @@ OFTEN = (
 
 
 @pytest.mark.parametrize("name", [each.model for each in architectures.ALL])
-@pytest.mark.fast("DistilBertForMaskedLM", "OPTForCausalLM")
+@pytest.mark.exhaustive
 @pytest.mark.often("DistilBertForMaskedLM", "OPTForCausalLM", *OFTEN)
 @pytest.mark.filterwarnings("ignore")
 def test_profiling_planning_and_applying_leave_no_trace_in_a_model(name: str) -> None:

@@ -492,6 +492,7 @@ def test_a_forward_that_differentiates_inside_runs_as_planned_in_its_first_step(
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+@pytest.mark.exhaustive
 def test_the_first_step_keeps_the_budget() -> None:
     """Its peak is that of a step without the check: the untouched forward frees as it goes."""
     peaks = []
@@ -527,6 +528,7 @@ def test_without_room_for_logits_the_forward_ends_in_front_of_them(
         step(*planned(OUTSIDE, "slices"), OUTSIDE)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("loss", [losses_of_one_head, loss_after_sampling])
 def test_without_room_a_head_that_runs_twice_is_compared_where_its_losses_are(
     loss: Step, monkeypatch: pytest.MonkeyPatch

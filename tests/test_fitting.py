@@ -105,7 +105,7 @@ def beside_states(graph: Graph, share: float) -> int:
 # Sizes from two records
 
 
-@pytest.mark.fast("transformer-True-sizes1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "accumulates", "sizes"),
     [
@@ -129,7 +129,7 @@ def test_two_records_give_the_step_at_any_batch(model: str, accumulates: bool, s
         assert (scaled.about["batch_size"], scaled.fixed_bytes) == (size, real.fixed_bytes)
 
 
-@pytest.mark.fast("64-slices4-accumulates")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("accumulates", [False, True], ids=["plain", "accumulates"])
 @pytest.mark.parametrize("slices", [1, 4], ids=["slices1", "slices4"])
 @pytest.mark.parametrize("sizes", [(64,), (3, 11)], ids=["64", "others"])
@@ -223,7 +223,7 @@ def fitted(budget_share: float = 0.4, global_batch: int = 24) -> BatchFit:
     return fit_all(WIDE, find_planning_device(TARGET), Budget(budget, budget), global_batch, limits=LIMITS)
 
 
-@pytest.mark.fast("0.4")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("share", [0.15, 0.4, 0.8, 1.5])
 def test_the_joint_optimum_is_never_slower_than_a_rung_of_the_ladder(share: float) -> None:
     found = fitted(share)
@@ -233,6 +233,7 @@ def test_the_joint_optimum_is_never_slower_than_a_rung_of_the_ladder(share: floa
     assert tuple(found.rungs) == (*RUNGS, JOINT)
 
 
+@pytest.mark.exhaustive
 def test_with_a_link_to_the_host_nothing_is_slower_and_the_ladder_has_a_rung_more() -> None:
     alone, place = fitted(), find_planning_device(TARGET)
     times_us = estimated_costs(at(24), place.target).per_op_us(at(24))
@@ -275,6 +276,7 @@ def test_with_room_for_all_it_runs_as_it_is() -> None:
     assert (found.best.micro_batch, found.best.accumulation, found.best.regions) == (24, 1, ())
 
 
+@pytest.mark.exhaustive
 def test_the_plan_is_recorded_at_the_chosen_size_and_keeps_the_budget() -> None:
     found = fitted()
     assert found.plan.about["batch_size"] == found.best.micro_batch
@@ -322,7 +324,7 @@ def slices_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepForms, "_recorded", free)
 
 
-@pytest.mark.fast("slices")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("exact", [False, True], ids=["slices", "exact"])
 @pytest.mark.usefixtures("slices_cost_nothing")
 def test_the_loss_runs_in_slices_where_that_makes_room(exact: bool) -> None:

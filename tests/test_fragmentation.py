@@ -83,12 +83,14 @@ def test_libraries_take_a_workspace_a_thread_where_it_first_multiplies_and_only_
     assert found.requested_bytes == memory_of(profile).peak_without_regions
 
 
+@pytest.mark.exhaustive
 def test_parameters_come_first_and_states_one_by_one() -> None:
     graph = graph_of_two()
     assert list(before_first_step(graph)) == [3 * MIB, 5 * MIB, MIB]
     assert states(graph) == [3 * MIB, 3 * MIB, 5 * MIB, 5 * MIB]
 
 
+@pytest.mark.exhaustive
 def test_a_share_is_in_proportion_and_loses_nothing() -> None:
     graph = graph_of_two()
     shared = dataclasses.replace(graph, fixed_bytes={"parameters": 2 * MIB + 1, OPTIMIZER_STATE: 4 * MIB})

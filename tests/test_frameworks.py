@@ -49,7 +49,7 @@ def costs_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("costs"))
 
 
-@pytest.mark.fast("lightning_trainer-lightning")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "package"),
     [
@@ -239,7 +239,7 @@ def small_gpt2() -> Workload:
 
 
 @pytest.mark.any_device
-@pytest.mark.fast("True")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mask", [False, True])
 def test_a_plan_by_name_is_for_the_step_of_the_trainer_as_it_stands(tmp_path: Path, by_name: Plan, mask: bool) -> None:
     """The Trainer turns the cache off, counts labels for the loss, and clips; collators add a mask of ones."""

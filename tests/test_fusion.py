@@ -520,6 +520,7 @@ def test_what_only_holds_for_some_sizes_is_lowered_again_for_others(lowerings: l
     assert lowerings == ["open", "open"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*larger than.*")
 def test_batches_of_every_length_run_the_same_kernels(lowerings: list[str]) -> None:
     model, other = planned_and_plain()
@@ -554,6 +555,7 @@ def test_pieces_of_a_loss_with_other_numbers_of_rows_run_the_same_kernels(loweri
     assert lowerings == ["closed", "open"]
 
 
+@pytest.mark.exhaustive
 def test_isomorphic_groups_share_their_kernels() -> None:
     before = len(kernels._KERNELS)
     for layers in (2, 4):
@@ -652,6 +654,7 @@ def planned(share: float, **options: Any) -> Plan:
     return plan_profile(profile, budget, step=fake, fuse=True, **options)
 
 
+@pytest.mark.exhaustive
 def test_a_fused_plan_is_faster_than_the_untouched_step_and_says_so() -> None:
     made = planned(1.0)
     assert form_of(made.about).fused
@@ -691,6 +694,7 @@ def plan_here(regions: Callable[[Any], Any], fake: FakeStep) -> Plan:
     return plan_by_hand(graph, tuple(regions(graph)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.any_device
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
 def test_a_fused_plan_trains_evaluates_and_takes_other_batches() -> None:

@@ -37,6 +37,7 @@ def recorded(number: int) -> str:
     return json.dumps(record(FakeStep(workload_of(made, f"random-{number}"), device=DEVICE)).to_json())
 
 
+@pytest.mark.exhaustive
 def test_what_was_planned_before_in_a_process_changes_nothing() -> None:
     """Models share the code of their forward, and Dynamo remembers what it traced by code."""
     numbers = (7, 173, 0)

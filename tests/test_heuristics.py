@@ -194,6 +194,7 @@ def test_the_cheapest_that_fits_is_chosen_and_else_the_nearest() -> None:
     assert (found.status, found.regions) == ("unknown", proposals[1])
 
 
+@pytest.mark.exhaustive
 @given(st.integers(1, 250), st.sampled_from((0, 1)))
 @settings(max_examples=8)
 def test_the_best_of_a_long_family_is_found(count: int, off: int) -> None:
@@ -379,7 +380,7 @@ def test_gpt2_saves_attention_and_its_products_by_name() -> None:
     ]
 
 
-@pytest.mark.fast("2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("every", [1, 2])
 def test_save_matmuls_knows_either_policy_for_the_first_layers(every: int) -> None:
     problem = recorded_problem("gpt2")

@@ -138,7 +138,8 @@ def peak_of_nanogpt(plan: Plan, micro_steps: int, steps: int = 3) -> int:
     return there + measure_peak(lambda: loop_of_nanogpt(model, optimizer, steps, micro_steps), CPU)
 
 
-@pytest.mark.parametrize("micro_steps", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("micro_steps", [4, 1])
 def test_nanogpts_loop_keeps_the_budget_where_it_says_that_it_holds_outputs(micro_steps: int) -> None:
     plan = planned("outputs", micro_steps, clip=True)
     assert plan.regions
@@ -177,12 +178,13 @@ def test_where_it_does_not_it_is_told_so_at_its_second_forward(micro_steps: int)
 # Records, replays and measurements
 
 
-@pytest.mark.fast("half-saved", "nested-with-rest")
+@pytest.mark.fast("half-saved")
 @pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
 def test_the_evaluator_equals_the_replay(choose: Choose) -> None:
     assert_replayed(choose, accumulation=1)
 
 
+@pytest.mark.exhaustive
 def test_the_evaluator_equals_the_replay_of_a_micro_batch() -> None:
     assert_replayed(CHOICES["half-saved"], accumulation=4)
 
@@ -250,6 +252,7 @@ def test_at_any_batch_size_it_is_what_a_record_finds() -> None:
     assert found == sizes.recorded(8, 1)[0].graph.held_outputs and found[0][0] >= LOGITS // 2
 
 
+@pytest.mark.exhaustive
 def test_what_loops_hold_is_loss_or_outputs(remat: Remat) -> None:
     with pytest.raises(UsageError, match="`holds=` is 'loss' or 'outputs', not 'all'"):
         TrainingLoop(holds="all")  # type: ignore[arg-type]
@@ -309,7 +312,7 @@ def _leaves(outputs: Any) -> list[tuple[str, torch.Tensor]]:
     return list(output_tensors(outputs))
 
 
-@pytest.mark.fast("namedtuple", "nested")
+@pytest.mark.fast("nested")
 @pytest.mark.parametrize("name", WRAPS)
 def test_held_outputs_are_named(name: str) -> None:
     wrap, said = WRAPS[name]
@@ -380,6 +383,7 @@ def test_an_evaluation_between_two_steps_hides_nothing() -> None:
         forward(model)
 
 
+@pytest.mark.exhaustive
 def test_inputs_parameters_and_buffers_that_come_back_are_not_the_models_outputs() -> None:
     large = torch.zeros(1 << 20)
 
@@ -408,6 +412,7 @@ def test_inputs_parameters_and_buffers_that_come_back_are_not_the_models_outputs
         outputs["loss"].backward()
 
 
+@pytest.mark.exhaustive
 def test_a_loop_that_says_so_may_hold_the_last_outputs_and_no_older_ones() -> None:
     model = apply(built(), planned("outputs"))
     for seed in range(3):

@@ -40,6 +40,7 @@ def test_along_is_at_least_either_and_at_most_both() -> None:
     assert max(device.sum(), host.sum()) <= along(device, host) <= device.sum() + host.sum()
 
 
+@pytest.mark.exhaustive
 def test_what_only_allocates_and_what_a_cpu_runs_is_not_launched() -> None:
     graph = record(fake_step(TRANSFORMER, H100))
     host = launches_us(graph, H100.target)
@@ -48,6 +49,7 @@ def test_what_only_allocates_and_what_a_cpu_runs_is_not_launched() -> None:
     assert launches_us(graph, CPU.target).sum() == 0
 
 
+@pytest.mark.exhaustive
 def test_a_plan_of_tiny_kernels_says_that_the_host_bounds_it_and_what_it_adds() -> None:
     found = plan(TRANSFORMER, budget="64.45MiB", target="h100-80gb")
     predicted = found.predicted
@@ -61,6 +63,7 @@ def test_a_plan_of_tiny_kernels_says_that_the_host_bounds_it_and_what_it_adds() 
     assert sentence.startswith("bound by the host: launching kernels takes") and sentence in str(found)
 
 
+@pytest.mark.exhaustive
 def test_strategies_are_compared_by_the_time_that_the_host_needs() -> None:
     found = compare(TRANSFORMER, budget="64.45MiB", target="h100-80gb", strategies=["none", "every-block"])
     rows = {row.strategy: row for row in found.rows}
@@ -73,6 +76,7 @@ def test_strategies_are_compared_by_the_time_that_the_host_needs() -> None:
     assert every_block.overhead > device_overhead(every_block.plan)  # of a tiny kernel, launching it is the most
 
 
+@pytest.mark.exhaustive
 def test_an_estimate_has_the_hosts_time_on_cuda_alone() -> None:
     cuda, cpu = (estimate_of(profile_step(fake_step(TRANSFORMER, place), place)).speed for place in (H100, CPU))
     assert cuda.update_time_us == cuda.host_us > cuda.device_us

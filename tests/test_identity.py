@@ -303,6 +303,7 @@ def test_in_place_is_not_out_of_place() -> None:
         trained(apply(model_of(InPlace)().train(), plan))
 
 
+@pytest.mark.exhaustive
 def test_a_dropout_may_be_turned_off_and_not_on() -> None:
     on, off = (model_of(type("Dropping", (Dropping,), {"rate": rate})) for rate in (0.2, 0.0))
     for one, other in ((on, off), (off, on)):
@@ -384,6 +385,7 @@ class MoreCopies(Layer):
         return tuple(each.contiguous() for each in super().heads(x))
 
 
+@pytest.mark.exhaustive
 def test_copies_that_were_not_planned_are_counted() -> None:
     """A copy is no anchor, since at other strides it is a view; what it takes is compared all the same."""
     graph = spelled("as-it-is")[1]
@@ -417,6 +419,7 @@ class MoreHeads(Scores):
     head_count = 4
 
 
+@pytest.mark.exhaustive
 def test_a_model_with_more_heads_than_planned_is_refused() -> None:
     """Its operators are the same and its parameters have the same shapes; its scores take twice as much."""
     planned = plan_by_hand(recorded(workload_of(model_of(Scores)))[1], ())
@@ -432,7 +435,7 @@ def other_sizes(workload: Workload) -> list[Identity]:
     return [record(FakeStep(workload.sized(batch_size=size), device=CPU)).identities[0] for size in (1, 2)]
 
 
-@pytest.mark.fast("tied", "in-place")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["chain", "residual", "skip", "tied", "transformer", "in-place"])
 def test_identity_does_not_depend_on_the_batch(name: str) -> None:
     planned = recorded_toy(TOYS[name]).graph.identities[0]
@@ -717,6 +720,7 @@ def test_plan_files_of_version_2_run_as_they_were_planned_to() -> None:
         apply(TRANSFORMER.build().train(), compiled)
 
 
+@pytest.mark.exhaustive
 def test_a_plan_file_of_version_1_refuses_another_graph() -> None:
     plan = Plan.load(GOLDEN / "toy-transformer.v1.plan.json")
     with pytest.raises(PlanMismatch, match=r"whose graph differs from this model's \(graph call 0, \d+ nodes\)"):

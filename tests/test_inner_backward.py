@@ -125,6 +125,7 @@ WORKLOADS = {
 BACKWARDS = {"forces": 2, "residual": 3, "penalty": 2, "first-order": 2}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_evaluators_peak_is_the_replays(name: str) -> None:
     step, graph = recorded(WORKLOADS[name])
@@ -136,7 +137,7 @@ def test_the_evaluators_peak_is_the_replays(name: str) -> None:
         assert memory.curve(regions).peak_bytes == alive.max(), choice
 
 
-@pytest.mark.fast("forces", "residual")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_plan_trains_alike_at_the_predicted_peak_and_recomputes_for_every_backward(name: str) -> None:
     workload = WORKLOADS[name]
@@ -164,7 +165,7 @@ def small(graph: Graph) -> Problem:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "forces" else []) for name in WORKLOADS]
 )
-@pytest.mark.fast("chain-dp-residual", "chain-dp-penalty", "milp-first-order")
+@pytest.mark.fast("chain-dp-penalty")
 @pytest.mark.parametrize("solver", ["chain-dp", "milp"])
 def test_no_bound_exceeds_the_best_of_all_plans(name: str, solver: str) -> None:
     """At budgets that bite, from below the least peak of all plans up to the untouched step's."""
@@ -184,6 +185,7 @@ def test_no_bound_exceeds_the_best_of_all_plans(name: str, solver: str) -> None:
             assert check.check(problem.with_budget(budget), found) == []
 
 
+@pytest.mark.exhaustive
 def test_a_budget_below_the_least_peak_is_refused_with_the_reason() -> None:
     with pytest.raises(Infeasible, match=r"differentiates inside .*second derivatives, whatever regions drop"):
         plan(WORKLOADS["residual"], target="cpu", budget="50%step", time_limit=10)
@@ -202,6 +204,7 @@ def test_a_profile_keeps_what_inner_backwards_ask_for() -> None:
 PLAIN = dataclasses.replace(WORKLOADS["residual"], step=lambda model, batch: model(batch).square().mean())
 
 
+@pytest.mark.exhaustive
 def test_groups_are_not_fused_and_nothing_is_offloaded_by_name() -> None:
     with pytest.raises(CaptureError, match="first derivatives only"):
         plan(WORKLOADS["penalty"], target="cpu", budget="95%step", fuse=True, time_limit=10)

@@ -80,6 +80,7 @@ class Residual(nn.Module):
         return x
 
 
+@pytest.mark.exhaustive
 def test_runs_of_a_step_that_differentiates_inside() -> None:
     def penalty(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         at = batch.detach().requires_grad_(True)
@@ -105,6 +106,7 @@ def repeated(pattern: list[ToyNode], times: int) -> list[ToyNode]:
     return nodes
 
 
+@pytest.mark.exhaustive
 @given(toys(most=4), st.integers(3, 6), st.sampled_from((1, 2)))
 @settings(max_examples=examples(25, 80))
 def test_runs_of_repeated_toys(pattern: list[ToyNode], times: int, depth: int) -> None:
@@ -147,6 +149,7 @@ def test_a_layer_that_differs_is_not_isomorphic(change: dict[str, Any]) -> None:
     assert found[3] not in found[:3] + found[4:]
 
 
+@pytest.mark.exhaustive
 def test_iterations_whose_state_lives_to_their_end_are_isomorphic() -> None:
     """As the stages of a Runge-Kutta step, whose last sum takes all of them."""
     stages = chain(*itertools.repeat(4, 6))

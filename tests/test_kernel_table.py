@@ -123,6 +123,7 @@ def test_the_script_imports_torch_alone() -> None:
     assert {name.partition(".")[0] for name in names} - sys.stdlib_module_names == {"torch"}
 
 
+@pytest.mark.exhaustive
 def test_the_script_fills_in_what_is_missing_and_says_what_it_cannot_measure(tmp_path: Path) -> None:
     unknown = dataclasses.replace(vector(64), name="aten.made_up.default")
     kinds, path = [vector(32), vector(64), unknown], tmp_path / "t.csv"
@@ -166,6 +167,7 @@ def test_a_kernel_that_makes_the_device_unusable_is_left_out(tmp_path: Path, mon
 LARGE = TRANSFORMER.sized(1024)  # beside 64 MiB of workspaces
 
 
+@pytest.mark.exhaustive
 def test_a_plan_says_how_much_of_its_time_was_measured(tmp_path: Path) -> None:
     """Twice the time a kernel: twice the time of the step, and the same bytes."""
     recorded, path = profile(LARGE, target="h100-80gb"), tmp_path / "t.csv"
@@ -179,6 +181,7 @@ def test_a_plan_says_how_much_of_its_time_was_measured(tmp_path: Path) -> None:
     assert without.regions
 
 
+@pytest.mark.exhaustive
 def test_the_command_writes_a_table_and_plans_by_it(remat: Remat) -> None:
     model, by_name = ("--model", "model.py:short"), ("--target", "h100-80gb", "--costs", "t.csv")
     assert "kernels, measured on" in remat("profile", *model, "--target", "cpu", "--costs", "t.csv").stdout

@@ -78,6 +78,7 @@ def built() -> nn.Module:
 # Planning
 
 
+@pytest.mark.exhaustive
 def test_shorter_batches_have_plans_that_recompute_less() -> None:
     plan = planned()
     assert [each.about["seq_len"] for each in plan.shorter] == [*LENGTHS]
@@ -86,6 +87,7 @@ def test_shorter_batches_have_plans_that_recompute_less() -> None:
     assert all(each.predicted["peak_bytes"] <= plan.budget_bytes for each in plan.shorter)
 
 
+@pytest.mark.exhaustive
 def test_a_length_that_saves_no_time_has_no_plan_of_its_own() -> None:
     assert remat.plan(TEXT, budget="100%step", target="cpu", lengths=LENGTHS).shorter == ()
 
@@ -126,6 +128,7 @@ def test_lengths_that_make_no_sense_are_refused_by_name(workload: Workload, opti
 # Training
 
 
+@pytest.mark.exhaustive
 def test_each_batch_runs_under_the_first_plan_that_holds_it() -> None:
     model = remat.apply(built(), planned())
     per_plan = [len(each.regions) for each in (*planned().shorter, planned())]
@@ -136,12 +139,14 @@ def test_each_batch_runs_under_the_first_plan_that_holds_it() -> None:
         assert ran(model) == counts
 
 
+@pytest.mark.exhaustive
 def test_training_is_bitwise_that_without_a_plan() -> None:
     lengths = (32, 8, 16, 30, 7)
     found = steps(remat.apply(built(), planned()), lengths)
     assert all(map(torch.equal, found, steps(built(), lengths)))
 
 
+@pytest.mark.exhaustive
 def test_no_warning_in_training_on_many_lengths() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -199,6 +204,7 @@ class Batch:
     tokens: Any
 
 
+@pytest.mark.exhaustive
 def test_a_length_that_the_arguments_do_not_show_has_no_plan() -> None:
     hidden = dataclasses.replace(
         TEXT, batch=lambda rows, length: Batch(TEXT.batch(rows, length)), step=lambda m, b: TEXT.step(m, b.tokens)
@@ -212,6 +218,7 @@ def test_removing_the_plan_removes_all() -> None:
     assert "forward" not in model.__dict__
 
 
+@pytest.mark.exhaustive
 def test_measured_peaks_are_within_the_budget_at_every_length() -> None:
     plan = planned()
     model = remat.apply(built(), plan, verify_first_step=False)
@@ -249,6 +256,7 @@ def test_the_command_plans_shows_and_validates_every_length(remat: Remat) -> Non
     assert [reports["passed"], *(each["passed"] for each in reports["shorter"])] == [True, *(True for _ in lengths)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("given", "says"), [("32", "32 is not"), ("many", "whole numbers of tokens"), ("8,", "whole numbers of tokens")]
 )

@@ -117,12 +117,14 @@ def own() -> list[Any]:
     return list(h100.measurements(Path()))
 
 
+@pytest.mark.exhaustive
 def test_our_own_kernels_hold_the_roofline(own: list[Any]) -> None:
     rows = {(row["set"], row["family"], row["split"]): row for row in roofline.rows_of(own, kernel_us)}
     check = rows[h100.STEPS, roofline.ALL, "check"]
     assert check["n"] > 900 and int(check["within 10 / 20 / 50 %"].split(" / ")[1]) >= 75
 
 
+@pytest.mark.exhaustive
 def test_the_sums_of_kernels_lie_where_those_of_a_step_do(own: list[Any]) -> None:
     steps = [each for each in own if each.family == h100.WHOLE_STEP]
     inside = [abs(roofline.device_us(each, kernel_us) / each.measured_us - 1) <= 0.1 for each in steps]

@@ -163,7 +163,7 @@ def without_idle_saves(workload: Workload, regions: tuple[Region, ...]) -> tuple
 
 
 @pytest.mark.third
-@pytest.mark.fast("transformer", "broken", "two-outputs")
+@pytest.mark.fast("broken", "two-outputs")
 @pytest.mark.parametrize("name", TOYS)
 @given(data=st.data())
 @PLANS

@@ -41,6 +41,7 @@ def row_of(plan: Plan, numerics: str, offload: str | None) -> Alternative:
     return next(row for row in plan.alternatives if (row.numerics, row.offload) == (numerics, offload))
 
 
+@pytest.mark.exhaustive
 def test_it_has_every_answer_once_and_marks_the_one_taken() -> None:
     rows = planned().alternatives
     assert [(row.numerics, row.offload) for row in rows] == [
@@ -67,6 +68,7 @@ def test_rows_with_a_link_and_rows_with_fused_kernels_are_no_slower() -> None:
     assert rounding is not None and sums is not None and rounding <= sums
 
 
+@pytest.mark.exhaustive
 def test_an_answer_that_cannot_be_had_says_why() -> None:
     plan = remat.plan(toys.TRANSFORMER, budget="1TiB", target=TARGET, execution="modules", menu=True)
     assert "groups are fused in eager execution" in row_of(plan, "rounding", None).why

@@ -77,6 +77,7 @@ def test_a_job_that_takes_too_long_is_ended_and_the_next_stage_begins(tmp_path: 
     assert statuses(tmp_path, "two") == {"b-good": DONE}
 
 
+@pytest.mark.exhaustive
 def test_a_second_call_does_what_is_left_and_nothing_again(tmp_path: Path) -> None:
     stages = [Stage("stage", jobs(tmp_path, "a-good", "leaves", "crashes", "hangs"), 1.0, at_once=4)]
     Runner(tmp_path).run(stages, 2)
@@ -167,6 +168,7 @@ def test_plans_to_carry_have_names_of_their_own_and_known_models() -> None:
         assert {plan.model for plan in carried} <= set(REGISTRY)
 
 
+@pytest.mark.exhaustive
 def test_failures_are_on_disk_and_passed_tests_are_not_run_again(tmp_path: Path) -> None:
     (tmp_path / "test_toy.py").write_text("def test_a(): pass\ndef test_b(): assert 1 == 2\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu.failures", "-p", "no:cacheprovider"]
@@ -192,6 +194,7 @@ sys.modules["ortools"] = None
 """
 
 
+@pytest.mark.exhaustive
 def test_a_bare_checkout_finds_all_of_its_own_and_the_first_process_never_imports_torch(tmp_path: Path) -> None:
     """Its context on the GPU would count as a job's."""
     copy, hooks = tmp_path / "checkout", tmp_path / "hooks"

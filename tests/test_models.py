@@ -114,6 +114,7 @@ def test_random_regularisation_is_on_as_in_the_original_training() -> None:
         assert rate == pytest.approx(0.1), name
 
 
+@pytest.mark.exhaustive
 def test_gpt2_is_captured_as_one_graph() -> None:
     graphs = []
 

@@ -393,6 +393,7 @@ def profile_of(workload: Workload) -> tuple[Profile, FakeStep]:
     return Profile(graph, estimated_costs(graph, TARGETS["h100-80gb"]), where.target), step
 
 
+@pytest.mark.exhaustive
 def test_a_plan_keeps_its_budget_untraced_and_its_predicted_peak_is_the_replays() -> None:
     profile, step = profile_of(TRANSFORMER)
     without, least = (
@@ -459,6 +460,7 @@ def test_a_plan_for_an_execution_of_tomorrow_is_refused_by_name(graphs: Any) -> 
         apply(built(TRANSFORMER), plan)
 
 
+@pytest.mark.exhaustive
 def test_the_command_line_plans_and_shows_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,7 +98,7 @@ def link_that_carries(graph: Graph, share: float) -> Link:
 
 
 @pytest.mark.third
-@pytest.mark.fast("transformer-nested-with-rest", "convnet-nothing")
+@pytest.mark.fast("convnet-nothing")
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_the_replay_of_any_offloads_is_what_the_evaluator_says_at_every_operator(workload: str, choice: str) -> None:
@@ -442,7 +442,7 @@ def test_host_memory_is_used_again_when_nothing_of_its_forward_is_left() -> None
 
 
 @pytest.mark.any_device
-@pytest.mark.fast("0")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", range(3))
 def test_a_random_model_keeps_its_promises_under_random_offloads(number: int) -> None:
     rows = verdicts(number, 4, copies=late_copies())
@@ -464,6 +464,7 @@ def test_a_saved_node_that_writes_to_what_it_made_runs_again_from_what_came_back
     assert len(rows) == 6 and all(not row["failures"] for row in rows), rows
 
 
+@pytest.mark.exhaustive
 @pytest.mark.any_device
 def test_a_value_that_leaves_its_region_where_the_graph_breaks_is_offloaded() -> None:
     """Another graph call takes it, and saves it: as that save it could not be sent, for it is an input there."""
@@ -687,6 +688,7 @@ def planned_here(share: float, bytes_per_us: float) -> tuple[FakeStep, Plan]:
     return step, plan_profile(profile, budget, step=step, link=link, exact=True, limits=Limits(time_s=5))
 
 
+@pytest.mark.exhaustive
 def test_a_plan_with_offloads_is_measured_as_predicted_and_bitwise() -> None:
     step, made = planned_here(0.6, 500.0)
     assert made.offloads and made.predicted["offloaded_bytes"] == made.host_bytes

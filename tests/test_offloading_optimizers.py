@@ -505,7 +505,7 @@ def test_the_state_is_off_the_device_until_the_optimizer_runs(target: str) -> No
     )
 
 
-@pytest.mark.fast("2")
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_measured_peak_is_the_predicted_one(accumulation: int) -> None:
@@ -588,6 +588,7 @@ def test_shards_and_offload_exclude_each_other() -> None:
     assert loop_with(None, None) is None
 
 
+@pytest.mark.exhaustive
 def test_training_is_told_where_the_state_is_not_where_the_plan_counts_on_it() -> None:
     torch.manual_seed(0)
     made = workload()

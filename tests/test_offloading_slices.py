@@ -81,7 +81,7 @@ def test_a_record_says_where_the_slices_of_a_loss_end(name: str) -> None:
     assert Graph.from_json(json.loads(json.dumps(graph.to_json()))).nodes == graph.nodes
 
 
-@pytest.mark.fast("language-nothing", "language-nested", "language-amp-half-saved")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("choice", ["nothing", "every-block", "half-saved", "nested"])
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_replay_is_what_the_evaluator_says_at_every_operator(name: str, choice: str) -> None:

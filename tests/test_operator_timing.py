@@ -294,6 +294,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
     assert quick(ADD, CONVOLUTION, cache=tmp_path).about["from_cache"] == 1
 
 
+@pytest.mark.exhaustive
 def test_a_kind_that_ends_the_process_is_left_out_by_the_next(tmp_path: Path) -> None:
     """And nothing that was measured before it is lost."""
     program = f"""

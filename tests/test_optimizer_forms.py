@@ -167,6 +167,7 @@ def optimizer_rise(kernels_of: str, make: MakeOptimizer) -> int:
     return int(after.max()) - graph.fixed_total - sum(parameter.gradient_bytes for parameter in graph.parameters)
 
 
+@pytest.mark.exhaustive
 def test_a_step_for_a_gpu_needs_a_copy_of_the_parameters_for_its_optimizer() -> None:
     parameters = sum(p.nbytes for p in SHORT.build().parameters())
     largest = max(p.nbytes for p in SHORT.build().parameters())

@@ -39,6 +39,7 @@ class Ripple(Waving):
     count = 1
 
 
+@pytest.mark.exhaustive
 def test_lines_between_graphs_that_keep_much_are_named_with_their_bytes() -> None:
     work = workload(Waving)
     said = r"utograd keeps .* of values .*\(`x = torch.sin\(x\)` at .*test_outside_graphs.py:2\d.* in code that Dynamo"

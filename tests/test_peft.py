@@ -164,7 +164,7 @@ def alike(left: Any, right: Any, steps: int = 1) -> bool:
 
 
 @pytest.mark.third
-@pytest.mark.fast("llama-half-saved", "llama-layers")
+@pytest.mark.fast("llama-layers")
 @pytest.mark.parametrize(
     ("name", "choice"),
     every_pair(
@@ -235,6 +235,7 @@ def test_a_region_before_the_first_adapter_keeps_nothing_and_is_not_recomputed(r
     assert counts_of(model).recomputed_nodes == memory.recomputed_nodes(adapted)
 
 
+@pytest.mark.exhaustive
 def test_a_module_before_the_first_adapter_is_not_recomputed(recordings: Any) -> None:
     model = apply(built(WORKLOADS["last layers"]), plan_of(recordings["last layers"][1]))
     trained(model)
@@ -320,7 +321,7 @@ def test_a_model_whose_plan_was_removed_has_nothing_left_of_it_when_merged(pair:
 # What does not fit
 
 
-@pytest.mark.fast("layers-adapters first")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("choice", "order"),
     [
@@ -386,6 +387,7 @@ def test_checkpointing_that_a_plan_of_nodes_does_not_know_is_refused_by_name() -
         trained(model)
 
 
+@pytest.mark.exhaustive
 def test_checkpointing_beside_a_plan_of_modules_is_warned_of(recordings: Any) -> None:
     untouched = checkpointing(built(WORKLOADS["gpt2"]))
     model = checkpointing(apply(built(WORKLOADS["gpt2"]), CHOICES["layers"](recordings["gpt2"][1])))

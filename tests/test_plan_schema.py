@@ -62,7 +62,7 @@ def test_every_version_has_a_file() -> None:
     assert {json.loads(file.read_text())["version"] for file in GOLDEN} == set(SCHEMA["properties"]["version"]["enum"])
 
 
-@pytest.mark.fast("eager", "modules", "optimizer's state on the host")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("options", "holds"),
     [

@@ -76,6 +76,7 @@ def planned() -> Plan:
     return plan_profile(profile, Budget(budget, budget), step=fake, forms=HOWEVER_LITTLE)
 
 
+@pytest.mark.exhaustive
 def test_a_loss_outside_of_the_model_is_cut_and_validates() -> None:
     made = planned()
     assert chunks_of(made.about)
@@ -84,6 +85,7 @@ def test_a_loss_outside_of_the_model_is_cut_and_validates() -> None:
     assert set(report.gradients_near) == {"model.head.weight"}
 
 
+@pytest.mark.exhaustive
 def test_rows_that_are_selected_before_the_loss_are_no_other_kernels() -> None:
     """Labels of the next token: the last row has none, and in slices it is left out before there are logits."""
 
@@ -102,6 +104,7 @@ def test_rows_that_are_selected_before_the_loss_are_no_other_kernels() -> None:
     assert report.passed, str(report)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kept", ["plan", "file"])
 def test_a_planned_step_trains_as_the_step_does(tmp_path: Path, kept: str) -> None:
     plan: Any = planned()

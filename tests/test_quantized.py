@@ -79,6 +79,7 @@ def step_and_graph() -> tuple[FakeStep, Graph]:
     return recorded(workload())
 
 
+@pytest.mark.exhaustive
 def test_scales_are_counted_with_the_parameters() -> None:
     step, _ = step_and_graph()
     model = built("cpu")
@@ -88,6 +89,7 @@ def test_scales_are_counted_with_the_parameters() -> None:
     assert step.fix_state(Tracker())["parameters"] == expected
 
 
+@pytest.mark.exhaustive
 def test_adapters_beside_4_bit_weights_train_alike_under_a_plan() -> None:
     made, graph = workload(), step_and_graph()[1]
     assert len(graph.fingerprints) == 1
@@ -107,6 +109,7 @@ def test_adapters_beside_4_bit_weights_train_alike_under_a_plan() -> None:
     assert counts_of(model).regions == 2 * len(plan.regions) > 0
 
 
+@pytest.mark.exhaustive
 def test_a_product_is_one_node_and_a_plan_made_before_finds_the_graph_that_it_was_made_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

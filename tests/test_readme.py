@@ -186,6 +186,10 @@ def test_what_is_not_run_stands_on_a_page() -> None:
 
 
 SLOW_COMMANDS = {
+    "remat fit --model gpt2 --budget 20GiB --max-tokens": "records a dozen shapes; test_token_cap.py",
+    "remat plan --model gpt2 --budget 20GiB --offload activations": "test_offloading.py plans with it",
+    "remat plan --model gpt2 --budget 20GiB --target h100-80gb --lengths 256,512,768": "test_lengths.py",
+    "remat plan --model gpt2 --budget 20GiB --fuse": "test_fusion.py plans with it",
     "remat fit --model gpt2 --budget 20GiB --max-batch": "a fit; test_cli_memory.py asks for the largest batch too",
     "remat compare --model gpt2 --budget 20GiB": "test_cli.py compares",
     "remat plan --trainer train.py:make_trainer --budget 20GiB": "test_trainers.py plans for a Trainer",
@@ -542,6 +546,7 @@ HANDLERS: dict[str, Callable[[str, Path], None]] = {  # by what stands in the sn
 
 
 SLOW = {
+    "for batch in loader:": "plans and trains; test_frameworks.py runs the same as an example",
     "remat.most_tokens(": "records a dozen shapes; test_token_cap.py holds the claim",
     "remat.compile(": "plans and compiles C++, twice",
     "remat.integrations.transformers": "trains four steps; test_trainers.py makes and trains such a plan",

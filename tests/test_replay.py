@@ -194,7 +194,7 @@ def test_every_operator_can_be_kept_and_given_back(model: str, target: str) -> N
     assert_kept(model, target)
 
 
-@pytest.mark.fast("h100-80gb-aten._scaled_dot_product_cudnn_attention.default")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("target", "attention"),
     [
@@ -213,7 +213,7 @@ def test_attention_is_among_what_is_kept(target: str, attention: str) -> None:
 # In production
 
 
-@pytest.mark.fast("512")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("more_bytes", [0, 512])
 def test_a_plan_s_peak_is_the_replay_s_and_says_what_the_evaluator_says_else(
     more_bytes: int, monkeypatch: pytest.MonkeyPatch

@@ -363,6 +363,7 @@ class Reader(HTMLParser):
             self.said.append(data.strip())
 
 
+@pytest.mark.exhaustive
 def test_a_report_is_one_file_that_refers_to_nothing_outside(remat: Remat) -> None:
     once(remat, *PLANNED)
     assert remat("sweep", *MODEL, "--points", "3", "--out", "curve.json").exit_code == 0

@@ -135,7 +135,7 @@ def test_a_mark_of_the_curve_says_its_numbers_and_stands_in_the_step(opened: Ope
     assert page.locator("#ghost").is_visible()
 
 
-@pytest.mark.fast("report.html-wide-light", "report.html-phone-dark", "copies.html-wide-dark")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
 @pytest.mark.parametrize("file", ["report.html", "copies.html"])

@@ -85,7 +85,7 @@ def workload_of(autocast: torch.dtype | None = None, **options: Any) -> Workload
     )
 
 
-@pytest.mark.fast("bidirectional")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "workload",
     [

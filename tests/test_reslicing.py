@@ -119,7 +119,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.third
-@pytest.mark.fast("shifted-h100-80gb")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["cpu", "a100-80gb", "h100-80gb"])
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
 def test_the_record_in_other_slices_is_that_of_the_step(
@@ -145,6 +145,7 @@ def test_accumulation_clipping_and_fused_groups_make_no_difference(
     assert len(recorded) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_head_that_does_other_than_the_record_says_is_recorded(
     monkeypatch: pytest.MonkeyPatch, recorded: list[Any]
 ) -> None:

@@ -264,7 +264,7 @@ MIXTURES = (
 )
 
 
-@pytest.mark.fast("MixtralForCausalLM")
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # the library's own
 @pytest.mark.parametrize("name", MIXTURES)
 def test_every_mixture_uses_the_experts_of_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

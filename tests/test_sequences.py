@@ -151,12 +151,14 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
 SPEECH = Workload("speech", Speech, utterances, loss, batch_size=4, seq_len=12)
 
 
+@pytest.mark.exhaustive
 def test_a_model_of_speech_trains_alike_under_a_plan_and_at_the_predicted_peak() -> None:
     graph = graph_of(SPEECH)
     report = validate(SPEECH, plan_by_hand(graph, every_block(graph)), device=CPU)
     assert report.passed and graph.forward_end
 
 
+@pytest.mark.exhaustive
 def test_lengths_that_the_batch_draws_are_named_by_the_plan() -> None:
     """Another draw needs another peak; a mask that is drawn, or tokens that are, are no lengths."""
 
@@ -187,6 +189,7 @@ class LossInside(nn.Module):
         return found
 
 
+@pytest.mark.exhaustive
 def test_a_loss_inside_of_the_forward_is_planned() -> None:
     inside = Workload("inside", LossInside, utterances, lambda model, batch: model(*batch), batch_size=4, seq_len=12)
     graph = graph_of(inside)

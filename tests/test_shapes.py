@@ -121,7 +121,8 @@ def test_kernels_at_a_shape_that_was_not_traced_are_those_of_the_untouched_model
     assert found.found == expected.found
 
 
-@pytest.mark.parametrize("masked", [padded, pytest.param(packed, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("masked", [padded, packed])
 def test_a_loss_in_chunks_of_padded_or_packed_text_trains_at_other_lengths(
     masked: Callable[[Workload], Workload],
 ) -> None:
@@ -161,6 +162,7 @@ class Divided(Transformer):
 WIDE = dataclasses.replace(TRANSFORMER, build=lambda: Transformer(width=64), batch_size=16, seq_len=64, optimizer=None)
 
 
+@pytest.mark.exhaustive
 def test_the_planned_shape_has_the_predicted_peak_when_it_was_not_traced_by_itself() -> None:
     graph = graph_of(WIDE)
     plan = plan_by_hand(graph, half_saved(graph))
@@ -220,6 +222,7 @@ def two_of(kind: type[Transformer]) -> tuple[Any, Any]:
     return built(workload), apply(built(workload), plan_by_hand(graph, every_block(graph)))
 
 
+@pytest.mark.exhaustive
 def test_sizes_that_are_read_off_activations_stay_open() -> None:
     untouched, model = two_of(Reading)
     for length in (64, 60, 50, 64, 40):
@@ -230,6 +233,7 @@ def test_sizes_that_are_read_off_activations_stay_open() -> None:
 # Where sizes cannot be left open
 
 
+@pytest.mark.exhaustive
 def test_a_graph_that_depends_on_a_size_is_traced_for_every_shape() -> None:
     untouched, model = two_of(Looping)
     for length in (64, 60, 50, 64, 40):
@@ -238,7 +242,8 @@ def test_a_graph_that_depends_on_a_size_is_traced_for_every_shape() -> None:
     assert traces(model) > 3
 
 
-@pytest.mark.parametrize("kind", [Noisy, pytest.param(Smoothed, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", [Noisy, Smoothed])
 def test_numbers_that_are_computed_out_of_sizes_train_as_without_a_plan(kind: type[Transformer]) -> None:
     untouched, model = two_of(kind)
     for length in (64, 60, 50, 60, 64):
@@ -279,6 +284,7 @@ def test_a_size_that_a_trace_has_fixed_is_a_number() -> None:
     assert [node.name for node in captured_nodes(graph_module)] == ["sin", "view"]
 
 
+@pytest.mark.exhaustive
 def test_many_traces_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(applying, "MANY_TRACES", 3)
     model = two_of(Looping)[1]

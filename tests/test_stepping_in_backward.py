@@ -418,7 +418,7 @@ def test_gradients_never_pile_up(target: str) -> None:
 
 
 @pytest.mark.third
-@pytest.mark.fast("deep-none-True", "toy-transformer-amp-nested-False")
+@pytest.mark.fast("deep-none-True")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("choose", [lambda graph: (), every_block, nested], ids=["none", "blocks", "nested"])
 @pytest.mark.parametrize("workload", [TRANSFORMER_BF16, DEEP], ids=lambda each: each.name)
@@ -430,7 +430,7 @@ def test_the_evaluator_equals_the_replay(workload: Workload, choose: Any, offloa
     assert np.array_equal(replayed, Memory(graph).curve(regions).alive_bytes)
 
 
-@pytest.mark.fast("deep-False", "toy-transformer-amp-True")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("workload", [DEEP, TRANSFORMER_BF16], ids=lambda each: each.name)
 def test_the_measured_peak_is_the_predicted_one(workload: Workload, offload: bool) -> None:
@@ -443,6 +443,7 @@ def test_the_measured_peak_is_the_predicted_one(workload: Workload, offload: boo
     assert measured == pytest.approx(predicted, rel=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_training_is_told_where_gradients_pile_up_and_the_plan_counts_on_none() -> None:
     made = with_adamw(TRANSFORMER)
     _, graph = recorded(TRANSFORMER, STEPPING)
@@ -542,6 +543,7 @@ def test_a_step_that_accumulates_within_backward_is_refused() -> None:
         record(fake_step(with_adamw(dataclasses.replace(DEEP, step=twice)), find_planning_device("cpu"), loop=STEPPING))
 
 
+@pytest.mark.exhaustive
 def test_micro_batches_are_not_accumulated_to_fit() -> None:
     found = remat.fit(with_adamw(DEEP), global_batch=8, budget="1GiB", target="h100-80gb", loop=STEPPING, exact=True)
     assert found.best.accumulation == 1

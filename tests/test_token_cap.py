@@ -56,6 +56,7 @@ def shapes(cap: TokenCap, count: int) -> list[tuple[int, int]]:
 # The cap
 
 
+@pytest.mark.exhaustive
 def test_no_batch_within_the_cap_exceeds_the_budget() -> None:
     plan = planned()
     for rows, length in shapes(TokenCap.of(plan), 8):
@@ -63,6 +64,7 @@ def test_no_batch_within_the_cap_exceeds_the_budget() -> None:
         assert found.peaks.peak_bytes <= budget_for(ROWS)
 
 
+@pytest.mark.exhaustive
 def test_one_row_more_than_the_cap_has_no_plan() -> None:
     rows = TokenCap.of(planned()).tokens // LONGEST + 1
     assert not search(budget_for(ROWS), TEXT).feasible(rows, accumulates=False)
@@ -90,6 +92,7 @@ def test_batches_within_the_cap_are_measured_within_the_budget() -> None:
         assert fixed + measure_peak(step, CPU, requested=True) <= budget
 
 
+@pytest.mark.exhaustive
 def test_the_plan_is_for_the_longest_rows_and_is_saved_with_its_cap(tmp_path: Any) -> None:
     plan = planned()
     assert plan.about["seq_len"] == LONGEST
@@ -167,6 +170,7 @@ def capped(**changed: Any) -> Plan:
     return dataclasses.replace(plan, about={**plan.about, TOKEN_CAP: CAP | changed})
 
 
+@pytest.mark.exhaustive
 @given(st.lists(st.integers(1, 40), max_size=300), st.booleans(), st.booleans())
 def test_batches_hold_every_row_once_and_keep_the_cap(lengths: list[int], packed: bool, shuffle: bool) -> None:
     plan = capped(packed=packed)

@@ -140,6 +140,7 @@ def test_the_workload_is_the_trainers_step(tmp_path: Path) -> None:
     assert batch["items"] == 4 * (LENGTH - 1) and len(batch["waiting"]) == 2
 
 
+@pytest.mark.exhaustive
 def test_a_trainer_is_left_as_it_is(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     parameters = {name: (id(p), p.clone()) for name, p in made.model.named_parameters()}
@@ -151,6 +152,7 @@ def test_a_trainer_is_left_as_it_is(tmp_path: Path) -> None:
     assert "forward" not in made.model.__dict__
 
 
+@pytest.mark.exhaustive
 def test_the_batch_is_of_the_longest_rows(tmp_path: Path) -> None:
     data = rows(length=lambda i: 20 if i in (3, 17) else 8 if i % 2 else 12)
     workload = workload_of(trainer(tmp_path, data=data, collate=padded, per_device_train_batch_size=3))
@@ -317,6 +319,7 @@ def test_a_batch_is_what_a_sampler_packs_that_packs_as_it_samples(tmp_path: Path
     assert workload.batch(1, 50)["inputs"]["input_ids"].shape == (1, 50)
 
 
+@pytest.mark.exhaustive
 def test_what_a_loss_notes_in_the_state_of_a_trainer_while_it_is_planned_is_not_there_afterwards(
     tmp_path: Path,
 ) -> None:
@@ -336,6 +339,7 @@ def test_what_a_loss_notes_in_the_state_of_a_trainer_while_it_is_planned_is_not_
 # The callback
 
 
+@pytest.mark.exhaustive
 def test_a_budget_is_planned_for_once_and_trains_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -357,7 +361,7 @@ def test_a_budget_is_planned_for_once_and_trains_alike(
     assert peak == pytest.approx(first.plan.predicted["peak_bytes"], rel=0.005)
 
 
-@pytest.mark.fast("random")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sampling", ["random", "group_by_length"])
 @pytest.mark.filterwarnings("ignore:this batch has no padding")
 def test_batches_of_several_lengths_run_under_their_own_plans(sampling: str, tmp_path: Path) -> None:
@@ -383,6 +387,7 @@ def test_other_answers_are_in_the_log_where_they_are_asked_for(
     assert f"remat: {first}" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_frozen_weights_go_to_the_host_where_the_plan_counts_on_it(tmp_path: Path) -> None:
     def frozen(*callbacks: Any) -> Any:
         made = trainer(tmp_path, *callbacks, model=llama(3), bf16=True)
@@ -398,6 +403,7 @@ def test_frozen_weights_go_to_the_host_where_the_plan_counts_on_it(tmp_path: Pat
     assert weights is not None and weights.fetched > 3
 
 
+@pytest.mark.exhaustive
 def test_the_models_own_checkpointing_gives_way_to_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -416,6 +422,7 @@ def test_the_models_own_checkpointing_gives_way_to_the_plan(
     assert not checkpoints_itself(made.model)
 
 
+@pytest.mark.exhaustive
 def test_checkpointing_that_a_loader_has_turned_on_gives_way_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -612,6 +619,7 @@ def test_what_identifies_a_step_is_in_the_name_of_its_plan(tmp_path: Path) -> No
     assert len({same, *others}) == 6
 
 
+@pytest.mark.exhaustive
 def test_planning_draws_no_random_number_of_the_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "plan", by_hand)
     made = trainer(tmp_path)
@@ -649,6 +657,7 @@ def test_compiling_that_cannot_be_meant_is_refused(
         trainer(tmp_path, RematCallback(**asked), **arguments)
 
 
+@pytest.mark.exhaustive
 def test_a_callback_takes_a_plan_or_a_budget(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="exactly one of the two"):
         RematCallback()
@@ -686,6 +695,7 @@ def nothing():
 """
 
 
+@pytest.mark.exhaustive
 def test_a_trainer_is_planned_for_on_the_command_line(remat: Remat) -> None:
     Path("train.py").write_text(FILE)
     chosen = ("--trainer", "train.py:make_trainer", "--target", "h100-80gb")
@@ -754,6 +764,7 @@ def lora(task: str) -> Any:
     return pytest.importorskip("peft").LoraConfig(task_type=task)
 
 
+@pytest.mark.exhaustive
 def test_trls_sft_trainer_with_lora_trains_alike_within_the_budget(trl: Make, tmp_path: Path) -> None:
     data = [{"input_ids": row["input_ids"]} for row in rows()]
     options = {"bf16": True, "gradient_accumulation_steps": 2, "peft_config": lora("CAUSAL_LM")}
@@ -824,7 +835,7 @@ def with_triton(trl: Make, monkeypatch: pytest.MonkeyPatch) -> Any:
     return kernels
 
 
-@pytest.mark.fast("bf16")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{}, {"bf16": True, "gradient_accumulation_steps": 2}], ids=["fp32", "bf16"])
 def test_where_triton_runs_every_position_is_scored_and_losses_are_those_of_the_labelled_ones(
     options: dict[str, Any], trl: Make, with_triton: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -875,7 +886,7 @@ def judged(words: int = 10) -> list[dict[str, Any]]:
 
 
 @pytest.mark.any_device
-@pytest.mark.fast("DPO", "Reward")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["DPO", "Reward", "KTO"])
 def test_trainers_of_preferences_train_alike(
     name: str, trl: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -899,7 +910,7 @@ def test_trainers_of_preferences_train_alike(
     assert counts_of(made.model).regions == 2 * len(callback.plan.regions) > 0
 
 
-@pytest.mark.fast("KTO")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["DPO", "KTO"])
 def test_a_reference_model_of_its_own_is_counted_and_trains_alike(name: str, trl: Make, tmp_path: Path) -> None:
     """Without a mask, as in eager mode, and when what autocast kept of the model's own weights is gone."""
@@ -977,7 +988,7 @@ TWICE = {"num_iterations": 2, "gradient_accumulation_steps": 2}
 
 
 @pytest.mark.any_device
-@pytest.mark.fast("grpo")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options", [pytest.param({}, id="grpo"), pytest.param({"name": "RLOO", "steps_per_generation": 2}, id="rloo")]
 )
@@ -998,13 +1009,14 @@ def test_trainers_that_generate_train_alike(
 REFERRING = {"beta": 0.1, "bf16": True, **TWICE}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("steps", "options"),
     [
         pytest.param(4, REFERRING, id="reference"),
-        pytest.param(20, {}, id="20-updates", marks=pytest.mark.exhaustive),
-        pytest.param(20, REFERRING, id="reference-20-updates", marks=pytest.mark.exhaustive),
-        pytest.param(20, {**REFERRING, "name": "RLOO"}, id="rloo-20-updates", marks=pytest.mark.exhaustive),
+        pytest.param(20, {}, id="20-updates"),
+        pytest.param(20, REFERRING, id="reference-20-updates"),
+        pytest.param(20, {**REFERRING, "name": "RLOO"}, id="rloo-20-updates"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:this batch has no padding")
@@ -1044,6 +1056,7 @@ def test_the_batch_is_that_of_the_longest_prompt_and_completion(generating: Make
         workload.batch(4, PROMPT)
 
 
+@pytest.mark.exhaustive
 def test_a_generation_above_the_budget_is_refused_by_name(
     generating: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1053,6 +1066,7 @@ def test_a_generation_above_the_budget_is_refused_by_name(
         planned_trainer.plan_of(made, "1MiB", tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_generation_takes_what_is_said(generating: Make) -> None:
     made = generating(steps_per_generation=4, max_completion_length=64, generation_kwargs={"suppress_tokens": [2]})
     workload = workload_of(made)

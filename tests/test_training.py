@@ -369,6 +369,7 @@ class UsersCompiler:
         return run
 
 
+@pytest.mark.exhaustive
 def test_an_error_leaves_all_that_the_user_compiled(graph: Graph) -> None:
     """A function, and the same class of model without a plan."""
     users = UsersCompiler()
@@ -386,7 +387,7 @@ def test_an_error_leaves_all_that_the_user_compiled(graph: Graph) -> None:
     assert use() == (compiled, ran) and ran >= 2
 
 
-@pytest.mark.fast("forward_hook", "full_backward_pre_hook")
+@pytest.mark.fast("full_backward_pre_hook")
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
 def test_hooks_of_layers_that_the_plan_was_made_with_run_once_a_step(kind: str) -> None:
     workload = dataclasses.replace(TRANSFORMER, build=lambda: Hooked(kind))
@@ -439,6 +440,7 @@ def scaled(model: nn.Module, workload: Workload) -> tuple[Came, list[float]]:
     return came, scales
 
 
+@pytest.mark.exhaustive
 def test_fp16_with_a_grad_scaler_is_as_without_a_plan() -> None:
     workload = dataclasses.replace(CONVNET, autocast=torch.float16)
     expected, scales = scaled(built(workload), workload)
@@ -472,7 +474,7 @@ class WithAdapters(Transformer):
             layer.qkv, layer.up = Adapted(layer.qkv), Adapted(layer.up)  # type: ignore[arg-type]
 
 
-@pytest.mark.fast("nested")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("choice", ["every-block", "half-saved", "nested"])
 def test_adapters_on_a_frozen_model_are_trained_as_without_a_plan(choice: str) -> None:
     workload = dataclasses.replace(TRANSFORMER, name="adapted", build=WithAdapters)
@@ -497,6 +499,7 @@ def test_a_larger_batch_is_told_its_peak(graph: Graph) -> None:
         backward(model, batch(samples=8))
 
 
+@pytest.mark.exhaustive
 def test_more_parameters_to_train_than_planned_are_told_of() -> None:
     workload = dataclasses.replace(TRANSFORMER, name="adapted", build=WithAdapters)
     plan = plan_for(workload, half_saved)
@@ -514,6 +517,7 @@ def test_more_parameters_to_train_than_planned_are_told_of() -> None:
             assert [warning.filename for warning in caught] == [__file__]
 
 
+@pytest.mark.exhaustive
 def test_dropout_that_was_off_when_planned_is_refused() -> None:
     """There is no room for its mask."""
     found = graph_of(dataclasses.replace(TRANSFORMER, build=lambda: Transformer(dropout=0.0)))

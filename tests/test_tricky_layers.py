@@ -108,7 +108,6 @@ def assert_trains_alike(workload: Workload) -> None:
     "graph-break",
     "in-place-through-a-view",
     "lstm",
-    "multi-head-attention",
     "read-then-written",
 )
 @pytest.mark.parametrize("name", [name for name in TRICKY_LAYERS if name not in REFUSED])
@@ -116,13 +115,14 @@ def test_a_layer_trains_bit_for_bit_as_without_a_plan(name: str) -> None:
     assert_trains_alike(workload_of(name, copies=1))
 
 
-@pytest.mark.fast("bf16-fused-attention", "fp16-batch-norm")
+@pytest.mark.fast("fp16-batch-norm")
 @pytest.mark.parametrize("name", ["fused-attention", "batch-norm", "drop-path", "relu-in-place", "halves", "brackets"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_and_under_autocast(name: str, dtype: torch.dtype) -> None:
     assert_trains_alike(workload_of(name, copies=1, autocast=dtype))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["multi-head-attention", "brackets"])
 def test_autocast_that_a_step_enters_itself_lies_around_regions(name: str) -> None:
     plain = workload_of(name, copies=1)

@@ -122,6 +122,7 @@ def test_nothing_is_needed_where_the_untraced_step_fits(memory: Memory) -> None:
     assert "no checkpointing needed" in plan_text(plan)
 
 
+@pytest.mark.exhaustive
 def test_a_plan_that_helps_by_tracing_alone_says_that_it_must_be_applied(memory: Memory, between: int) -> None:
     plan = planned(between)
     assert plan.regions == () and plan.predicted["recompute_time_us"] == 0
@@ -134,6 +135,7 @@ def test_a_plan_that_helps_by_tracing_alone_says_that_it_must_be_applied(memory:
     assert report.passed and report.untouched["peak_bytes"] > plan.budget_bytes >= report.measured["peak_bytes"]
 
 
+@pytest.mark.exhaustive
 def test_below_the_traced_peak_something_is_recomputed(memory: Memory) -> None:
     assert planned(memory.peak_without_regions - 1).regions
 
@@ -156,6 +158,7 @@ def test_a_profile_file_knows_it_and_an_older_one_does_not(between: int, tmp_pat
     assert estimate_of(old).peaks.eager_bytes is None
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_runs_traced_only_is_planned_all_the_same() -> None:
     class Asking(Transformer):
         def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
@@ -187,6 +190,7 @@ def test_in_a_comparison_and_on_a_curve_no_checkpointing_is_the_untraced_step(me
     assert curve.points[-1].peak_bytes == memory.peak_without_regions
 
 
+@pytest.mark.exhaustive
 def test_one_ranks_share_takes_as_much_more_as_the_whole() -> None:
     for loop in (TrainingLoop(), TrainingLoop(ranks=4, shard="zero3")):
         profile, _, _ = profiled("h100-80gb", loop)

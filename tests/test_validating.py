@@ -130,7 +130,7 @@ def with_free_bytes(monkeypatch: pytest.MonkeyPatch, free: int, workload: Worklo
 # Good plans
 
 
-@pytest.mark.fast("convnet-nested")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "choice"),
     [
@@ -191,10 +191,12 @@ def test_the_json_document_has_these_keys_and_no_others(report: Report) -> None:
     assert document["device"].startswith("cpu")
 
 
+@pytest.mark.exhaustive
 def test_a_step_without_an_optimizer(plan: Plan) -> None:
     assert on_cpu(dataclasses.replace(TRANSFORMER, optimizer=None), plan).passed
 
 
+@pytest.mark.exhaustive
 def test_gradients_that_accumulate_are_counted(plan: Plan, report: Report) -> None:
     several = on_cpu(TRANSFORMER, dataclasses.replace(plan, about={**plan.about, "accumulation": 4}))
     assert several.passed
@@ -206,6 +208,7 @@ def test_gradients_that_accumulate_are_counted(plan: Plan, report: Report) -> No
 # Bad plans
 
 
+@pytest.mark.exhaustive
 def test_a_peak_above_the_budget_fails(plan: Plan, report: Report) -> None:
     measured = report.measured["peak_bytes"]
     short = on_cpu(TRANSFORMER, dataclasses.replace(plan, budget_bytes=measured - 1))
@@ -213,6 +216,7 @@ def test_a_peak_above_the_budget_fails(plan: Plan, report: Report) -> None:
     assert "EXCEEDED" in str(short)
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_gradient_fails(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(self: RegionTape, key: int, function: Any, args: Any, kwargs: Any) -> Any:
         return function(*args, **kwargs)  # the recomputation draws other numbers than forward did
@@ -244,6 +248,7 @@ class Asks(Transformer):
         return loss.square() if is_traced(loss) else loss * loss
 
 
+@pytest.mark.exhaustive
 def test_a_captured_program_that_runs_other_kernels_fails() -> None:
     workload = dataclasses.replace(TRANSFORMER, name="asks", build=functools.partial(Asks, layers=2))
     report = on_cpu(workload, plan_for(workload, budget_bytes=1 << 20))
@@ -262,6 +267,7 @@ class Unpacks(Transformer):
         return super().forward(ids, labels) + (first * second).mean()
 
 
+@pytest.mark.exhaustive
 def test_a_captured_program_that_iterates_over_a_tensor_runs_the_same_kernels() -> None:
     workload = dataclasses.replace(TRANSFORMER, name="unpacks", build=functools.partial(Unpacks, layers=2))
     report = on_cpu(workload, plan_for(workload, budget_bytes=1 << 20))
@@ -291,6 +297,7 @@ def test_a_plan_for_another_model_is_refused(plan: Plan) -> None:
         on_cpu(CONVNET, plan)
 
 
+@pytest.mark.exhaustive
 def test_a_plan_for_another_dtype_policy_is_refused(plan: Plan) -> None:
     with pytest.raises(PlanMismatch, match="for autocast to None, this workload has autocast to bfloat16"):
         on_cpu(TRANSFORMER_BF16, plan)
@@ -299,7 +306,7 @@ def test_a_plan_for_another_dtype_policy_is_refused(plan: Plan) -> None:
 # Other devices and batches
 
 
-@pytest.mark.fast("target")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("changed", ["target", "batch", "shard"])
 def test_a_plan_made_for_another_step_is_predicted_anew(changed: str, plan: Plan) -> None:
     workload = TRANSFORMER.sized(batch_size=2) if changed == "batch" else TRANSFORMER
@@ -321,6 +328,7 @@ def test_a_plan_for_other_versions_on_the_same_device_is_held_against_its_budget
     assert any("torch=2.11" in note for note in report.notes)
 
 
+@pytest.mark.exhaustive
 def test_a_larger_batch_than_planned_is_run_where_it_is_asked_for(plan: Plan) -> None:
     limited = dataclasses.replace(plan, about={**plan.about, "batch_elements": 1})
     assert on_cpu(TRANSFORMER.sized(batch_size=6), limited).batch_size == 6
@@ -337,6 +345,7 @@ def test_the_batch_is_halved_until_the_planned_step_fits(plan: Plan, monkeypatch
     assert report.notes[0].startswith("Batch size 64 is too much for this device: the planned step needs")
 
 
+@pytest.mark.exhaustive
 def test_gradients_are_compared_where_the_untouched_step_fits(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_of(TRANSFORMER.sized(batch_size=16))
     planned = Memory(graph).curve(every_block(graph)).peak_bytes
@@ -432,6 +441,7 @@ def test_numbers_that_python_draws_are_the_kernels_that_numbers_are(
     assert kernels(drawn) == kernels(torch.tensor(drawn, dtype=torch.float64)) != kernels(0.5)
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_scales_by_python_s_random_numbers_passes() -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:
@@ -450,6 +460,7 @@ def test_a_model_that_scales_by_python_s_random_numbers_passes() -> None:
     assert report.recomputed_nodes["observed"]
 
 
+@pytest.mark.exhaustive
 def test_a_planned_step_that_runs_out_of_memory_fails(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(self: Any, training: Any) -> Any:
         raise torch.OutOfMemoryError("no room for 1 GiB")
@@ -492,6 +503,7 @@ def noisy(amount: float) -> nn.Module:
     return model
 
 
+@pytest.mark.exhaustive
 def test_gradients_as_far_apart_as_two_untouched_steps_count_as_equal() -> None:
     workload = dataclasses.replace(TRANSFORMER, name="noisy", build=functools.partial(noisy, 1e-5))
     quiet = dataclasses.replace(workload, build=functools.partial(Transformer, layers=2))

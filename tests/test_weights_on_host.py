@@ -104,7 +104,7 @@ def gradients(model: nn.Module, autocast: torch.dtype | None = None) -> list[tor
 
 
 @pytest.mark.any_device
-@pytest.mark.fast("fp32-nothing", "fp32-nested", "fp32-half-saved", "amp-first-dropout-saved", "amp-pairs-of-segments")
+@pytest.mark.fast("fp32-nested", "fp32-half-saved", "amp-pairs-of-segments")
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("workload", [FROZEN, FROZEN_BF16], ids=["fp32", "amp"])
 def test_gradients_are_bitwise_however_late_copies_are_and_whatever_is_recomputed(
@@ -166,6 +166,7 @@ def detached() -> Any:
     return model
 
 
+@pytest.mark.exhaustive
 @pytest.mark.any_device
 def test_a_recomputation_in_the_middle_of_a_backward_that_ends_in_another_layer_changes_nothing() -> None:
     graph = graph_of(dataclasses.replace(FROZEN, name="toy-detached", build=detached))
@@ -190,6 +191,7 @@ def failing_at(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@pytest.mark.exhaustive
 @pytest.mark.any_device
 def test_after_an_error_for_want_of_memory_a_step_is_right_again(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = frozen().to(DEVICE)
@@ -341,6 +343,7 @@ class Between(Transformer):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())  # type: ignore[union-attr]
 
 
+@pytest.mark.exhaustive
 def test_a_layer_between_two_graphs_is_told_of_and_a_graph_that_does_not_fit_is_a_mismatch() -> None:
     def built() -> Any:
         torch.manual_seed(0)
@@ -390,9 +393,7 @@ BACKWARDS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
 
 
 @pytest.mark.any_device
-@pytest.mark.fast(
-    "both-nothing", "a part-all-in-one", "a part, and then all-nothing", "all, and then a part-all-in-one"
-)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("choose", [CHOICES["nothing"], around_layers], ids=["nothing", "all-in-one"])
 @pytest.mark.filterwarnings("ignore:the last backward kept its graph")
 @pytest.mark.parametrize("name", BACKWARDS)
@@ -465,6 +466,7 @@ class Reading(Transformer):
         return loss
 
 
+@pytest.mark.exhaustive
 def test_a_weight_that_something_else_than_a_product_reads_is_refused_by_name() -> None:
     def build() -> nn.Module:
         model = Reading(layers=LAYERS)
@@ -509,13 +511,12 @@ LORA = with_lora(TEST_SIZES["llama-1b"](), Lora(4))
 LARGER = dataclasses.replace(FROZEN, batch_size=64)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("workload", "budget", "layers"),
     [
         (LARGER, "1500KiB", {f"layers.{i}" for i in range(LAYERS)}),
-        pytest.param(
-            LORA, "50MiB", {f"base_model.model.model.layers.{i}" for i in range(6)}, marks=pytest.mark.exhaustive
-        ),
+        (LORA, "50MiB", {f"base_model.model.model.layers.{i}" for i in range(6)}),
     ],
     ids=["toy", "lora"],
 )
@@ -554,21 +555,25 @@ def layers_in_plan(bytes_per_us: float, share: float, host_bytes: int = 1 << 40)
     return step.loop.weights_on_host
 
 
+@pytest.mark.exhaustive
 def test_layers_go_to_the_host_where_that_is_cheaper_than_recomputing() -> None:
     assert layers_in_plan(1e9, 0.85) > AT_ONCE  # a link that hides everything
     assert layers_in_plan(1e-3, 0.85) == 0  # one that hides nothing
     assert layers_in_plan(1e9, 2.0) == 0  # everything fits
 
 
+@pytest.mark.exhaustive
 def test_where_nothing_fits_without_the_most_layers_are_on_the_host_however_slow_the_link() -> None:
     assert layers_in_plan(1.0, 1e-6) == DEEP
 
 
+@pytest.mark.exhaustive
 def test_a_host_without_room_for_the_fewest_layers_is_refused() -> None:
     with pytest.raises(UsageError, match="give more with `host_budget`"):
         layers_in_plan(1e3, 0.5, host_bytes=1)
 
 
+@pytest.mark.exhaustive
 def test_a_profile_with_layers_put_on_the_host_is_that_of_a_step_recorded_so() -> None:
     loop = TrainingLoop(weights_on_host=DEEP - 1)
     _, recorded = profiled(1e3, loop)
@@ -634,6 +639,7 @@ class Following(dict[tuple[int, ...], int]):
         return self._order[(self._at + 1) % len(self._order)]
 
 
+@pytest.mark.exhaustive
 def test_an_infeasible_budget_fits_with_weights_on_the_host_and_the_plan_says_what_it_waits() -> None:
     workload = dataclasses.replace(FROZEN, name="toy-deep", build=deep)
     with pytest.raises(Infeasible) as refused:

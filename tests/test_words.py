@@ -61,6 +61,7 @@ def test_the_sentences_of_a_page_are_short(page: Path) -> None:
     assert {sentence[:80]: count for sentence, count in lengths.items() if count > LONGEST_SENTENCE} == {}
 
 
+@pytest.mark.exhaustive
 def test_messages_have_no_worn_phrase() -> None:
     assert list(worn(("message", template) for template in words.templates() if len(template.split()) > 2)) == []
 
@@ -69,6 +70,7 @@ def test_docstrings_have_no_worn_phrase() -> None:
     assert list(worn(words.docstrings(*words.PACKAGE))) == []
 
 
+@pytest.mark.exhaustive
 def test_no_docstring_begins_with_what() -> None:
     everywhere = words.docstrings(*words.PACKAGE, "tests", "benchmarks", "examples", "docs")
     assert [place for place, text in everywhere if re.match(r"What\b", text)] == []

@@ -408,6 +408,7 @@ def profiled(target: str = "h100-80gb", loop: TrainingLoop | None = None) -> Pro
     return profile_step(fake_step(toys.TRANSFORMER_BF16, place, loop=loop), place)
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_multiplies_forward_and_backward_keeps_two_handles() -> None:
     profile = profiled()
     assert threads_that_multiply(profile.graph) == 2
@@ -477,6 +478,7 @@ def test_a_setting_that_is_no_version_is_refused(text: str) -> None:
         find_planning_device(text)
 
 
+@pytest.mark.exhaustive
 def test_a_prediction_names_what_it_rests_on() -> None:
     found = {target: profiled(target).graph.about for target in ("h100-80gb,torch=2.11.0", "h100-80gb,torch=2.13.0")}
     assert [about["assumes"] for about in found.values()] == ["torch 2.11.0, cuDNN 9.19", "torch 2.13.0, cuDNN 9.20"]
