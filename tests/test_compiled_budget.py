@@ -682,14 +682,18 @@ def planned(cuts: list[BudgetPartitioner], budget: int = 1 << 40, rows: int = 25
 
 @pytest.mark.exhaustive
 def test_a_script_that_is_started_again_reads_what_was_found(
-    cuts: list[BudgetPartitioner], searched: list[str]
+    cuts: list[BudgetPartitioner], searched: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     budget = int(0.85 * planned(cuts).peak_bytes)
     assert searched == ["lowered"]  # PyTorch's own choice, for each budget
+    assert "remat: " not in capsys.readouterr().err
     first = planned(cuts, budget)
     assert searched[:3] == ["lowered", "solved", "lowered"]
+    said = capsys.readouterr().err
+    assert all(f"remat: {begin}" in said for begin in ("planning a compiled step within ", "try 1: ", "peak "))
     searched.clear()
     assert planned(cuts, budget) == first and searched == []
+    assert "try 1" not in capsys.readouterr().err
     assert first.choice != first.default
 
 

@@ -8,8 +8,8 @@ torch's partitioner cuts, and all that it does afterwards is its own; only the c
    counted to the values that the answer makes again there. Where the program has no answer, the choice that needs
    least, and PyTorch's at every ratio of its memory budget, are lowered instead. After `ROUNDS` of this at most, the
    cheapest that really fits is handed out.
-3. Where the first `MISSES` choices exceed, the default's table is solved for lower limits than asked. Where all these
-   answers exceed too, PyTorch's choices at every ratio are lowered until one fits.
+3. Where the first `MISSES` choices exceed, and the last comes no nearer, the default's table is solved for lower limits
+   than asked. Where all these answers exceed too, PyTorch's choices at every ratio are lowered until one fits.
 
 So no choice is handed out whose compiled code exceeds the budget. Where nothing fits, `NoPlanInTime` names the least
 peak that was seen: another choice may need less. Where the budget is too small for the bytes that no choice changes,
@@ -22,6 +22,8 @@ import dataclasses
 import functools
 import logging
 import math
+import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -150,10 +152,14 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         beside, held = self._beside_bytes, self.outside.holds_results
         most = self.budget_bytes - beside
         search = Search(gm, joint_inputs, options, most, self.uses, held, self._earlier_bytes, keeps=self.keeps)
+        search.on_try = lambda needs: _tell(f"try {len(search.tried)}: {gib(beside + needs)}")
         if not search.has_choice:
             return search.by_default
         if not self.searches and not search.fits_by_default:
             raise DefaultExceeds
+        if not search.fits_by_default:
+            least = gib(beside + search.default.kept_bytes)
+            _tell(f"planning a compiled step within {gib(self.budget_bytes)}; by default it needs more than {least}")
         found = search.run()
         if found is None:
             raise self._nothing_found(beside + min(map(search.needs, search.lowered.values())))
@@ -163,7 +169,7 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         seconds = time.monotonic() - started
         cut = Cut(peak, self.uses * lowered.kept, lowered, choice, search.default, bound, seconds)
         self.cuts[self.key] = cut
-        log.info("%s", cut)
+        (log.info if bound is None else _tell)(str(cut))
         return search.cut(choice)
 
     def _require_room(self) -> None:
@@ -230,6 +236,7 @@ class Search:
         self.kept = ResultCache(gm, device_of(gm.graph), sorted(options.items()), holds_results, is_on=keeps)
         self.by_default = self._partition(self._look)
         self.tried: list[Choice] = []
+        self.on_try: Callable[[int], None] = lambda needs: None  # given the bytes of what was tried last
 
     @property
     def has_choice(self) -> bool:
@@ -279,6 +286,8 @@ class Search:
 
             def make() -> tuple[Any, ...]:
                 found = halves(*self.cut(choice), self.options["num_fwd_outputs"], self.holds_results)
+                if choice in self.tried:
+                    self.on_try(self.needs(found))
                 return dataclasses.astuple(found)
 
             is_default = choice.saved == self.default.saved
@@ -341,7 +350,8 @@ class Search:
             self.tried.append(last)
             if not self.fits(last):
                 more, is_of_one = self._corrected(more, last), False
-                if len(self.tried) == MISSES and self._cheapest() is None:
+                needed = [self.needs(self.lower(each)) for each in self.tried]
+                if len(needed) >= MISSES and self._cheapest() is None and needed[-1] >= min(needed[:-1]):
                     break
             elif abs(more.peak_bytes(last) - self.needs(self.lower(last))) <= EQUAL_SHARE * self.most_bytes:
                 break
@@ -371,7 +381,8 @@ class Search:
                 break
             limit = (low + high) // 2
         if self._cheapest() is None:
-            for choice in sorted({each.saved: each for each in self.portfolio}.values(), key=more.peak_bytes):
+            hopeful = {each.saved: each for each in self.portfolio if each.kept_bytes <= self.most_bytes}
+            for choice in sorted(hopeful.values(), key=more.peak_bytes):
                 self.tried.append(choice)
                 if self.fits(choice):
                     break
@@ -451,6 +462,14 @@ class Search:
 
     def _cheapest(self) -> Choice | None:
         return min((choice for choice in self.tried if self.fits(choice)), key=_price, default=None)
+
+
+def _tell(text: str) -> None:
+    """Say what takes minutes on stderr, in one process of a run, or to whoever logs it."""
+    if log.isEnabledFor(logging.INFO):
+        log.info("%s", text)
+    elif log.isEnabledFor(logging.WARNING) and os.environ.get("RANK", "0") == "0":
+        print(f"remat: {text}", file=sys.stderr, flush=True)
 
 
 def _price(choice: Choice) -> float:
