@@ -37,6 +37,7 @@ from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import FormChoice
 from remat.recording.fake_step import FakeStep, autocast_context
 from remat.recording.recorder import record
+from remat.units import MIB
 from remat.workload.workload import Workload
 from tests import tricky_layers
 from tests.spoiling import SPOILT
@@ -607,6 +608,18 @@ def test_digests_take_next_to_no_memory() -> None:
     tensor = torch.randn(512, 1024)
     for each in (tensor, tensor.t(), tensor.bfloat16(), tensor > 0):
         assert measure_peak(functools.partial(digest_of, each), CPU) < each.nbytes / 20
+    for each in (tensor, tensor.t().contiguous(), tensor.view(4, -1)[:, :1000]):
+        assert measure_peak(functools.partial(digest_of, each, signed=True), CPU) < tensor.nbytes / 20
+
+
+@pytest.mark.cuda
+def test_digests_leave_no_workspace_of_cublas() -> None:
+    """A step without a product has none, and its budget no room for one."""
+    tensor = torch.randn(512, 1024, device="cuda")
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated()
+    digest_of(tensor, signed=True)
+    assert torch.cuda.memory_allocated() - before < MIB
 
 
 def test_columns_that_a_gpu_fills_do_not_count() -> None:

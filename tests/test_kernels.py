@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -390,6 +391,38 @@ def test_autocast_regions_inside_the_graph() -> None:
     inside, after = module(torch.empty(4, 4))
     assert (inside.dtype, after.dtype) == (FP32, BF16)
     assert kernel_casts._weight_casts.depth == 0
+
+
+# ---- cells of recurrent layers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(("kind", "states", "values"), [("lstm", 2, 4), ("gru", 1, 5)])
+def test_a_recurrent_cell_is_one_fused_kernel_that_saves_its_gates(
+    kind: str, states: int, values: int, dtype: torch.dtype
+) -> None:
+    gates = 4 if kind == "lstm" else 3
+    taken = [leaf(6, 3), *(leaf(6, 8) for _ in range(states))]
+    weights = [leaf(gates * 8, 3), leaf(gates * 8, 8), leaf(gates * 8), leaf(gates * 8)]
+    graph = torch.fx.Graph()
+    x, *rest = (graph.placeholder(f"a{i}") for i in range(len(taken) + 4))
+    hx, weight_nodes = (tuple(rest[:2]) if states == 2 else rest[0]), rest[states:]
+    cell = torch.lstm_cell if kind == "lstm" else torch.gru_cell
+    state = graph.call_function(cell, (x, hx, *weight_nodes))
+    graph.output(graph.call_function(operator.getitem, (state, 0)) if states == 2 else state)
+    module = torch.fx.GraphModule({}, graph)
+    kernels.substitute(module, None if dtype == FP32 else dtype)
+    saved: dict[int, torch.Tensor] = {}
+    with Ops() as forward, torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(id(t), t), lambda t: t):
+        output = module(*taken, *weights)
+    kernel = f"{'aten' if kind == 'lstm' else 'remat'}._thnn_fused_{kind}_cell"
+    assert [name for name in forward.names if name != "aten._to_copy"] == ["aten.mm", "aten.mm", kernel]
+    assert output.dtype == dtype
+    of_gates = [t for t in saved.values() if t.shape == (6, gates * 8)]
+    assert len(of_gates) == (3 if kind == "lstm" else 2)  # both products; an LSTM's workspace is as large
+    assert any(t.shape == (6, values * 8) for t in saved.values())
+    output.sum().backward()
+    assert all(t.grad is not None and t.grad.shape == t.shape for t in (*taken, *weights))
 
 
 # ---- norms, linear ---------------------------------------------------------------------------------------

@@ -83,6 +83,20 @@ def test_sums_share_what_their_source_says(kind: OpKind, expected: int) -> None:
     assert workspace_bytes(kind, CPU) == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "gates", "values"),
+    [("aten._thnn_fused_lstm_cell_backward_impl", 4, 4), ("remat._thnn_fused_gru_cell_backward", 3, 5)],
+)
+def test_backward_of_a_recurrent_cell_takes_what_the_sums_of_its_biases_take(
+    name: str, gates: int, values: int
+) -> None:
+    def backward(has_bias: bool) -> OpKind:
+        return OpKind(f"{name}.default", [[tensor(2000, 64), tensor(2000, values * 64), has_bias], {}], 0, 0, "")
+
+    assert workspace_bytes(backward(True), H100) == workspace_bytes(added_up(2000, gates * 64), H100) > 0
+    assert workspace_bytes(backward(False), H100) == 0
+
+
 @pytest.mark.cuda
 def test_sums_allocate_by_formula() -> None:
     draw, target, found = random.Random(0), find_planning_device(H100.name).target, 0

@@ -113,6 +113,8 @@ def as_aten(kind: OpKind) -> OpKind:
             made = [g, x, _normalised(x, rstd), mean, rstd, weight, bias, wanted]
         case "_fused_rms_norm_backward", [g, x, rstd, weight]:
             made = [g, x, _normalised(x, rstd), rstd, weight, [True, weight is not None]]
+        case "_thnn_fused_gru_cell" | "_thnn_fused_gru_cell_backward", made:
+            pass
         case _:
             return kind
     return dataclasses.replace(kind, name=name, signature=[made, {}])

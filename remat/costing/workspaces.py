@@ -233,6 +233,15 @@ def layer_norm_backward(kind: OpKind, target: Target) -> int:
     return (len(sums) * blocks + 1) * width * item_bytes + added
 
 
+def recurrent_cell_backward(kind: OpKind, target: Target) -> int:
+    """Return the bytes of the sum of the gates' gradients, which is a bias's (`native/cuda/RNN.cu`)."""
+    *_, workspace, has_bias = kind.signature[0]
+    (rows, columns), _, dtype = workspace["tensor"]
+    width = columns // 5 * 3 if "gru" in kind.name else columns  # a GRU's is of five values, for three gates
+    sizes = ITEM_BYTES[dtype], _SUM_BYTES[dtype], ITEM_BYTES[dtype]
+    return Reduction((rows, width), (width, 1), (0,), *sizes).workspace_bytes(target) if has_bias else 0
+
+
 def softmax_backward(kind: OpKind, target: Target) -> int:
     """Return the bytes of gradient times result: `softmax_backward_cuda_out` in cuda/SoftMax.cu, torch 2.11 to 2.15."""
     gradient, output = argument(kind, 0), argument(kind, 1)
@@ -294,6 +303,8 @@ def _sorting_bytes(count: int, columns: int, target: Target) -> int:
 FORMULAS: dict[str, Callable[[OpKind, Target], int]] = {
     "aten._scaled_dot_product_flash_attention_backward.default": flash_attention_backward,
     "aten._scaled_dot_product_cudnn_attention_backward.default": cudnn_attention_backward,
+    "aten._thnn_fused_lstm_cell_backward_impl.default": recurrent_cell_backward,
+    "remat._thnn_fused_gru_cell_backward.default": recurrent_cell_backward,
     "aten._safe_softmax.default": safe_softmax,
     "aten._softmax_backward_data.default": softmax_backward,
     "aten._scaled_dot_product_efficient_attention.default": efficient_attention,
@@ -318,7 +329,7 @@ FORMULAS: dict[str, Callable[[OpKind, Target], int]] = {
     "aten.sum.dim_IntList": reduction,
 }
 
-MEASURED_ONLY = ("convolution", "cudnn_convolution", "miopen_convolution", "_cudnn_rnn", "_thnn_fused", "mkldnn_rnn")
+MEASURED_ONLY = ("convolution", "cudnn_convolution", "miopen_convolution", "_cudnn_rnn", "mkldnn_rnn")
 
 
 def workspace_bytes(kind: OpKind, target: Target) -> int:

@@ -1,4 +1,4 @@
-"""The table: name of a dispatcher entry -> its rule on a CUDA device. (Rules 5 and 8-14, `substitute.py`)"""
+"""The table: name of a dispatcher entry -> its rule on a CUDA device. (Rules 5 and 8-15, `substitute.py`)"""
 
 from __future__ import annotations
 
@@ -152,6 +152,43 @@ def histc(device: Device, function: Call, input: Tensor, bins: int = 100, *args:
     return input.new_empty(bins)
 
 
+def lstm_cell(
+    device: Device,
+    function: Call,
+    input: Tensor,
+    hx: tuple[Tensor, Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run an LSTM's cell by Rule 15."""
+    state, cell = hx
+    if device.autocast:
+        input, state, cell, w_ih, w_hh, b_ih, b_hh = cast((input, state, cell, w_ih, w_hh, b_ih, b_hh), device.autocast)
+    gates, gates_h = torch.matmul(input, w_ih.t()), torch.matmul(state, w_hh.t())
+    state, cell, _ = aten._thnn_fused_lstm_cell(gates, gates_h, cell, b_ih, b_hh)
+    return state, cell
+
+
+def gru_cell(
+    device: Device,
+    function: Call,
+    input: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Tensor:
+    """Run a GRU's cell by Rule 15."""
+    if device.autocast:
+        input, hx, w_ih, w_hh, b_ih, b_hh = cast((input, hx, w_ih, w_hh, b_ih, b_hh), device.autocast)
+    gates, gates_h = torch.matmul(input, w_ih.t()), torch.matmul(hx, w_hh.t())
+    state: Tensor = torch.ops.remat._thnn_fused_gru_cell(gates, gates_h, hx, b_ih, b_hh)[0]
+    return state
+
+
 def refuse(device: Device, function: Call, *args: Any, **kwargs: Any) -> Any:
     """Refuse a function by Rule 13."""
     raise CaptureError(
@@ -180,7 +217,7 @@ LOWER_PRECISION_NAMES = _names(
     """
     _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
     convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot addbmm baddbmm bmm chain_matmul
-    linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    linalg_multi_dot rnn_tanh_cell rnn_relu_cell
     """
 )
 
@@ -223,8 +260,10 @@ RULES: dict[str, Rule] = {
     "scaled_dot_product_attention": attention,
     "linear": linear,
     "batch_norm": batch_norm,
+    "gru_cell": gru_cell,
     "histc": histc,
     "layer_norm": layer_norm,
+    "lstm_cell": lstm_cell,
     "rms_norm": rms_norm,
     "cross_entropy_loss": cross_entropy,
     "binary_cross_entropy": refuse_under_autocast,

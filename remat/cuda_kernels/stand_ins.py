@@ -1,7 +1,8 @@
 """Stand-ins for kernels of CUDA that a CPU build of torch lacks.
 
-On the CPU `_fused_rms_norm` is a sum of parts, and `native_layer_norm` keeps 16-bit statistics. These have the shapes
-of CUDA's kernels and no arithmetic: they run on fake tensors only, as `torch.ops.remat`.
+On the CPU `_fused_rms_norm` is a sum of parts, `native_layer_norm` keeps 16-bit statistics, and a GRU's cell has no
+fused kernel. These have the shapes of CUDA's kernels and no arithmetic: they run on fake tensors only, as
+`torch.ops.remat`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ torch.library.define(
 torch.library.define("remat::_fused_rms_norm", "(Tensor x, int dims, Tensor? w) -> (Tensor, Tensor)")
 torch.library.define(
     "remat::_fused_rms_norm_backward", "(Tensor g, Tensor x, Tensor rstd, Tensor? w) -> (Tensor, Tensor?)"
+)
+torch.library.define(
+    "remat::_thnn_fused_gru_cell",
+    "(Tensor gates, Tensor gates_h, Tensor hx, Tensor? b, Tensor? b_h) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "remat::_thnn_fused_gru_cell_backward",
+    "(Tensor g, Tensor workspace, bool has_bias) -> (Tensor, Tensor, Tensor, Tensor?, Tensor?)",
 )
 
 
@@ -57,6 +66,20 @@ def _rms_norm_backward_fake(g: Tensor, x: Tensor, rstd: Tensor, w: Tensor | None
     return tuple(None if t is None else _contiguous_like(t) for t in (x, w))
 
 
+@torch.library.register_fake("remat::_thnn_fused_gru_cell")
+def _gru_cell_fake(
+    gates: Tensor, gates_h: Tensor, hx: Tensor, b: Tensor | None, b_h: Tensor | None
+) -> tuple[Tensor, ...]:
+    return _contiguous_like(hx), hx.new_empty(hx.shape[0], 5 * hx.shape[1])
+
+
+@torch.library.register_fake("remat::_thnn_fused_gru_cell_backward")
+def _gru_cell_backward_fake(g: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
+    rows, width = workspace.shape[0], 3 * g.shape[1]
+    of_gates, of_biases = ([workspace.new_empty(*shape) for _ in range(2)] for shape in ((rows, width), (width,)))
+    return *of_gates, _contiguous_like(g), *(of_biases if has_bias else (None, None))
+
+
 def _layer_norm_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, _, w, b = inputs
     ctx.set_materialize_grads(False)
@@ -81,5 +104,18 @@ def _rms_norm_grad(ctx: Any, g: Tensor, *_: Any) -> tuple[Any, ...]:
     return x, None, w
 
 
+def _gru_cell_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save the inputs too, as ATen does: backward of backward computes the gates again."""
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs, output[1])
+
+
+def _gru_cell_grad(ctx: Any, g: Tensor, *_: Any) -> tuple[Any, ...]:
+    *_, bias, workspace = ctx.saved_tensors
+    return tuple(torch.ops.remat._thnn_fused_gru_cell_backward(g, workspace, bias is not None))
+
+
 torch.library.register_autograd("remat::native_layer_norm", _layer_norm_grad, setup_context=_layer_norm_save)
 torch.library.register_autograd("remat::_fused_rms_norm", _rms_norm_grad, setup_context=_rms_norm_save)
+torch.library.register_autograd("remat::_thnn_fused_gru_cell", _gru_cell_grad, setup_context=_gru_cell_save)

@@ -25,6 +25,7 @@ matter have a rule each. Rules are numbered:
   Rule 12  cross_entropy    log-softmax in the dtype of the logits, then rule 2 for the loss
   Rule 13  refuse           what is not modelled, by name
   Rule 14  histc            counts integers too, which the CPU refuses
+  Rule 15  lstm, gru cells  rule 1; one fused kernel after two products without biases, which saves all it takes
 
 The dispatcher's own lists are in `ATen/autocast_mode.h`, the choice of attention in `sdp_utils.cpp`; both are
 followed as of torch 2.13. A `TorchDispatchMode` was rejected: casts must be seen by autograd. So were

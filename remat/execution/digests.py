@@ -151,11 +151,22 @@ def _odd_numbers(count: int, dtype: torch.dtype, device: torch.device) -> Tensor
 
 
 def _with_signs(tensor: Tensor) -> Tensor:
-    """Return the sums of a tensor's columns, with a random sign for each row."""
+    """Return the sums of a tensor's columns, with a random sign for each row.
+
+    No product of a matrix: it would take cuBLAS's workspace, which lasts, in a step that may have none.
+    """
     if tensor.numel() == 1:
         return tensor.reshape(1).cpu()
     rows = tensor.reshape(-1, tensor.shape[-1])
     generator = torch.Generator("cpu").manual_seed(rows.shape[0])
     drawn = torch.rand(rows.shape[0], generator=generator, device="cpu") < 0.5
-    signs = torch.where(drawn, 1.0, -1.0).to(tensor.device, tensor.dtype)
-    return torch.mv(rows.t(), signs).cpu()
+    signs = torch.where(drawn, 1.0, -1.0)
+    found = rows.new_zeros(rows.shape[1], dtype=torch.promote_types(tensor.dtype, torch.float32))
+    if len(rows) <= SLICES:
+        for row, sign in zip(rows, signs.tolist(), strict=True):
+            found.add_(row, alpha=sign)
+        return found.cpu()
+    step, signs = -(-len(rows) // SLICES), signs.to(tensor.device, tensor.dtype).unsqueeze(1)
+    for part, sign in zip(rows.split(step), signs.split(step), strict=True):
+        found += (part * sign).sum(0, dtype=found.dtype)
+    return found.cpu()
