@@ -299,6 +299,20 @@ def test_two_backwards_through_one_forward_are_told_where_they_may_break_the_bud
         train(plans["transformer"].predicted["peak_bytes"])
 
 
+def test_a_gradient_that_is_differentiated_is_told_where_it_may_break_the_budget(plans: dict[str, Plan]) -> None:
+    def train(budget_bytes: int) -> None:
+        model = apply(built(TRANSFORMER), dataclasses.replace(plans["transformer"], budget_bytes=budget_bytes))
+        for _ in range(2):
+            loss = loss_of(TRANSFORMER, model, batch_of(TRANSFORMER))
+            (slope,) = torch.autograd.grad(loss, model.get_parameter("head.weight"), create_graph=True)
+            (loss + slope.square().sum()).backward()
+            model.zero_grad()
+
+    train(1 << 40)
+    with pytest.warns(UserWarning, match=r"differentiated a gradient \(create_graph=True\)"):
+        train(plans["transformer"].predicted["peak_bytes"])
+
+
 @pytest.mark.exhaustive
 def test_a_backward_inside_of_autocast_is_told_where_it_may_break_the_budget(plans: dict[str, Plan]) -> None:
     """Autocast keeps its casts of the weights as long as it is open."""

@@ -91,9 +91,14 @@ def ragged(layers: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return rows.to_padded_tensor(0.0)
 
 
+def jacobian(layers: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(torch.func.jacrev(layers))(x).flatten(1) + x.sum(-1, keepdim=True)
+
+
 @pytest.mark.parametrize(
     ("run", "remedy"),
     [
+        pytest.param(jacobian, r"torch\.func.*create_graph=True", id="jacrev"),
         pytest.param(chosen_rows, r"nonzero\.default at .*test_remedies\.py:\d+\. The size.*torch\.where", id="rows"),
         pytest.param(ragged, "Nested tensors are not supported: pad", id="nested"),
         pytest.param(tangents, r"torch\.func.*create_graph=True", id="jvp"),
@@ -103,6 +108,15 @@ def test_a_forward_that_no_plan_is_for_is_refused_with_the_remedy(run: Any, reme
     workload = Workload("forward", lambda: Forward(run), rows, squared, batch_size=4)
     with pytest.raises(CaptureError, match=remedy):
         record(FakeStep(workload, device=CPU))
+
+
+def test_a_refused_transform_leaves_nothing_open_for_what_comes_next() -> None:
+    with pytest.raises(CaptureError):
+        record(FakeStep(Workload("forward", lambda: Forward(jacobian), rows, squared, batch_size=4), device=CPU))
+    x = torch.ones(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+    assert x.grad is not None and not torch._C._functorch.is_functorch_wrapped_tensor(torch.ones(2) + 1)
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0  # type: ignore[attr-defined]
 
 
 def test_streams_within_a_forward_are_refused_with_the_remedy() -> None:

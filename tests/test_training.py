@@ -533,6 +533,13 @@ def test_autocast_that_comes_later_is_refused(graph: Graph) -> None:
         backward(model)
 
 
+def test_parameters_of_another_dtype_that_come_later_are_refused(graph: Graph) -> None:
+    model = apply(built(), plan_by_hand(graph, half_saved(graph), budget_bytes=1 << 40))
+    backward(model)
+    with pytest.raises(PlanMismatch, match=r"for parameters of \['float32'\], this model has \['float64'\]"):
+        backward(model.double())
+
+
 # Ten steps; two hundred are in `benchmarks/curves.py`
 
 

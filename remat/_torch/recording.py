@@ -41,6 +41,24 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+@contextlib.contextmanager
+def transforms_left() -> Iterator[None]:
+    """Leave the transforms of torch.func that an error inside kept open: no later checkpoint would work."""
+    why = "leave transforms of torch.func"
+    depth, were_on = internal("_C._functorch.get_dynamic_layer_stack_depth", why)(), _hooks_are_on(why)
+    try:
+        yield
+    except BaseException:
+        internal("_C._functorch.pop_dynamic_layer_stack_and_undo_to_depth", why)(depth)
+        if were_on and not _hooks_are_on(why):
+            internal("_C._autograd._saved_tensors_hooks_enable", why)()
+        raise
+
+
+def _hooks_are_on(why: str) -> bool:
+    return bool(internal("_C._autograd._saved_tensors_hooks_is_enabled", why)())
+
+
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep Dynamo from following into `function`; unlike `torch.compiler.disable` this does not load Dynamo."""
     found: Callable[..., Any] = internal("_disable_dynamo", "record beside a trace")(function)

@@ -136,6 +136,7 @@ class StepForwards:
 
     counted           the forwards that no backward has followed yet; of all plans that a model runs under
     were_kept         whether a backward of an earlier step kept its graph for another
+    were_differentiated_twice  whether one made a graph of its own
     were_in_autocast  whether one ran inside of `torch.autocast`
     """
 
@@ -143,7 +144,7 @@ class StepForwards:
         self.planned = forwards_of(plan.about, len(plan.fingerprints))
         self._traced_with = _traced_with(plan, self.planned)
         self.counted = Pass()
-        self.were_kept = self.were_in_autocast = False
+        self.were_kept = self.were_differentiated_twice = self.were_in_autocast = False
 
     @property
     def are_single_graphs(self) -> bool:
@@ -171,6 +172,7 @@ class StepForwards:
     def _begin(self) -> None:
         """Begin a step; or continue it, if the planned step also has a backward or drops forwards here."""
         self.were_kept = self.were_kept or self.counted.is_kept
+        self.were_differentiated_twice = self.were_differentiated_twice or self.counted.is_differentiated_twice
         if 0 < self.counted.next < len(self.planned) and self.planned[self.counted.next - 1].ended:
             self.counted.goes_on()
         else:

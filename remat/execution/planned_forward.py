@@ -435,6 +435,7 @@ class PlannedForward(UnderPlan):
         if not self._is_early:
             self._compare_calls(graphs.count)
         if len(self._fitting) > known:
+            self._compare_parameters(self.model)
             self._compare_trainable()
             self._warn_of_traces()
             if self._more:
@@ -695,7 +696,19 @@ class PlannedForward(UnderPlan):
         peak, budget = self.plan.predicted["peak_bytes"], self.plan.budget_bytes
         if self.forwards.were_in_autocast and any(forward.autocast for forward in self.forwards.planned):
             self._compare_casts()
-        if not self.forwards.were_kept or DIFFERENTIATES in self.plan.about or "kept" in self._warned:
+        if DIFFERENTIATES in self.plan.about:
+            return
+        untouched = self.plan.without_checkpointing.get("peak_bytes", peak)
+        if self.forwards.were_differentiated_twice and 2 * untouched > budget:
+            self._not_as_planned(
+                "twice",
+                "the last step differentiated a gradient (create_graph=True), and the plan is for a step of one "
+                "backward: recomputed activations stay for the second, and the peak may exceed the planned "
+                f"{gib(peak)}, and with it the budget of {gib(budget)}. Make a plan with a workload whose `step` does "
+                "so.",
+                frames=7,
+            )
+        if not self.forwards.were_kept or "kept" in self._warned:
             return
         if peak + sum(p.nbytes for p in trainable(self.model)) > budget:
             self._not_as_planned(

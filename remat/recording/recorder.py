@@ -27,7 +27,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from remat._torch.recording import autograd_node, backward_number, next_sequence_number, untraced
+from remat._torch.recording import autograd_node, backward_number, next_sequence_number, transforms_left, untraced
 from remat._torch.training import without_modes
 from remat.capture.anchors import module_path, module_paths, updates_statistics
 from remat.capture.circumstances import state_of, versions
@@ -95,6 +95,7 @@ def record(step: FakeStep, *, alignment_bytes: int = 1, whole: Graph | None = No
     return record_with(step, alignment_bytes=alignment_bytes, whole=whole)[0]
 
 
+@transforms_left()
 def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) -> tuple[Graph, Recorder]:
     """Run `record`; return its Graph and its Recorder."""
     if whole is None or step.loop.holds_outputs:

@@ -68,5 +68,6 @@ def _remedy(error: BaseException, said: str) -> str:
     files = [PurePath(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)]
     if "nested_tensor" in said or "NestedInt" in said or any("nested" in file for file in files):
         return _NESTED_TENSORS
-    transforms = "invalid python storage" in said or any("_functorch" in file for file in files)  # the first: jvp
+    said_so = "invalid python storage" in said or "torch.func." in said  # the first: jvp
+    transforms = said_so or any("_functorch" in file for file in files)
     return _TRANSFORMS if transforms else ""

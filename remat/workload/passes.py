@@ -25,11 +25,13 @@ from remat.workload.held_outputs import output_tensors
 class _BackwardSeen:
     """Whether a backward went through the pass: one that makes no graph, one that keeps this one, or any.
 
-    in_autocast  one that makes no graph ran inside of `torch.autocast`, which keeps casts of weights
+    making_graph  one that makes a graph (`create_graph=True`)
+    in_autocast   one that makes no graph ran inside of `torch.autocast`, which keeps casts of weights
     """
 
     last: bool = False
     kept: bool = False
+    making_graph: bool = False
     in_autocast: bool = False
     any: bool = False
 
@@ -43,6 +45,7 @@ class _Hook:
     def __call__(self, gradients: Any) -> None:
         self._seen.any = True
         self._seen.last = self._seen.last or not torch.is_grad_enabled()
+        self._seen.making_graph = self._seen.making_graph or torch.is_grad_enabled()
         self._seen.kept = self._seen.kept or (keeps_graph() and not torch.is_grad_enabled())
         if not torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
             devices = {gradient.device.type for gradient in gradients if gradient is not None}
@@ -84,6 +87,11 @@ class Pass:
     def is_kept(self) -> bool:
         """Whether a backward went through the forwards that kept their graph for another (`retain_graph=True`)."""
         return self._seen.kept
+
+    @property
+    def is_differentiated_twice(self) -> bool:
+        """Whether a backward through the forwards made a graph of its own (`create_graph=True`)."""
+        return self._seen.making_graph
 
     @property
     def is_in_autocast(self) -> bool:
