@@ -116,7 +116,7 @@ def test_a_refused_transform_leaves_nothing_open_for_what_comes_next() -> None:
     x = torch.ones(2, requires_grad=True)
     torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
     assert x.grad is not None and not torch._C._functorch.is_functorch_wrapped_tensor(torch.ones(2) + 1)
-    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0  # type: ignore[attr-defined]
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
 
 
 def test_streams_within_a_forward_are_refused_with_the_remedy() -> None:
