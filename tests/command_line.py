@@ -49,6 +49,9 @@ made = stack()
 def returns_three():
     return 3
 
+def returns_class():
+    return remat.Workload
+
 def wants_more(argument):
     return stack()
 

@@ -312,6 +312,7 @@ def test_a_plan_short_of_the_proof_says_how_far() -> None:
             id="workload-itself",
         ),
         pytest.param(stack("--model", "model.py:returns_three"), "returned an object of type int, and", id="type"),
+        pytest.param(stack("--model", "model.py:returns_class"), "returned an object of type type, and", id="class"),
         pytest.param(stack("--model", "model.py:wants_more"), "missing 1 required positional argument", id="arguments"),
         pytest.param(
             stack("--model", "model.py:builds_nothing"),

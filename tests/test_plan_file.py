@@ -164,6 +164,27 @@ def test_regions_that_are_none_are_refused(tmp_path: Path, regions: Any) -> None
 # Writing
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        pytest.param(("budget_bytes",), "3GiB", "budget_bytes is '3GiB', not a number", id="budget in words"),
+        pytest.param(("budget_bytes",), -5, "budget_bytes is -5", id="budget below nothing"),
+        pytest.param(("predicted",), {}, "peak_bytes", id="no prediction"),
+        pytest.param(("regions", 0, "last", "ordinal"), 99, "node 99 of graph call 0, which is not there", id="node"),
+        pytest.param(("regions", 1, "last", "ordinal"), 5, "ends with node 5, before its first", id="backwards"),
+    ],
+)
+def test_a_file_that_was_edited_into_nonsense_is_refused(
+    tmp_path: Path, path: tuple[Any, ...], value: Any, said: str
+) -> None:
+    data: Any = a_plan().to_json()
+    held = data
+    for key in path[:-1]:
+        held = held[key]
+    held[path[-1]] = value
+    assert said in refused(tmp_path / "plan.json", json.dumps(data))
+
+
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

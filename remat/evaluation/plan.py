@@ -328,7 +328,9 @@ class Plan:
             fields["fingerprints"] = tuple(fields["fingerprints"])
             fields["offloads"] = tuple(map(_offload_from_json, data.get("offloads", ())))
             fields["shorter"] = tuple(Plan.from_json(each, where) for each in data.get("shorter", ()))
-            return Plan(**fields)
+            made = Plan(**fields)
+            _require_whole(made)
+            return made
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(
                 f"{where} is not a complete plan file ({type(error).__name__}: {error}); "
@@ -510,6 +512,22 @@ def from_refs(graph: Graph, regions: tuple[RegionRef, ...]) -> tuple[Region, ...
         )
 
     return tuple(map(region_of, regions))
+
+
+def _require_whole(plan: Plan) -> None:
+    """Raise ValueError or KeyError for a plan that was edited by hand into one that cannot be read further."""
+    needed = ("peak_bytes", "step_time_us", "overhead")
+    numbers = {"budget_bytes": plan.budget_bytes, **{name: plan.predicted[name] for name in needed}}
+    for name, value in (*numbers.items(), ("peak_bytes", plan.without_checkpointing["peak_bytes"])):
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise ValueError(f"{name} is {value!r}, not a number of at least 0")
+    sizes = [len(identity) for identity in plan.identities]
+    for region in plan.regions:
+        if region.first.ordinal > region.last.ordinal:
+            raise ValueError(f"a region ends with node {region.last.ordinal}, before its first")
+        for node in (region.first, region.last, *region.saved, *region.random, *region.once):
+            if sizes and not (0 <= node.call < len(sizes) and 0 <= node.ordinal < sizes[node.call]):
+                raise ValueError(f"a region has node {node.ordinal} of graph call {node.call}, which is not there")
 
 
 def _region_from_json(row: dict[str, Any]) -> RegionRef:

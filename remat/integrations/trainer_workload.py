@@ -118,7 +118,7 @@ def loop_of(trainer: Any) -> TrainingLoop:
 def is_trainer(value: Any) -> bool:
     """Return whether `value` is a Trainer, without importing transformers."""
     return any(
-        known.__name__ == "Trainer" and known.__module__ == "transformers.trainer" for known in type(value).mro()
+        known.__name__ == "Trainer" and known.__module__ == "transformers.trainer" for known in type(value).__mro__
     )
 
 

@@ -507,7 +507,7 @@ class FakeStep:
             raise CaptureError(
                 f"the step of {self.workload.name!r} reads a number off a tensor (`item()`, `float()`, `if tensor`)"
                 f"{line_of(error)}, and no tensor has data while planning. Compute without that number, keep a "
-                "counter as a Python number in place of a buffer, or turn it off (a layer drop: `layerdrop=0`)."
+                "counter as a Python number in place of a buffer, or turn it off (a layer drop: set `layerdrop` to 0)."
             ) from error
         except Exception as error:
             raise CaptureError(
