@@ -185,6 +185,12 @@ def test_a_file_that_was_edited_into_nonsense_is_refused(
     assert said in refused(tmp_path / "plan.json", json.dumps(data))
 
 
+def test_a_plan_that_saves_time_is_read() -> None:
+    data = a_plan().to_json()
+    data["predicted"]["overhead"] = -0.475
+    assert Plan.from_json(data).predicted["overhead"] == -0.475
+
+
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -516,9 +516,15 @@ def from_refs(graph: Graph, regions: tuple[RegionRef, ...]) -> tuple[Region, ...
 
 def _require_whole(plan: Plan) -> None:
     """Raise ValueError or KeyError for a plan that was edited by hand into one that cannot be read further."""
-    needed = ("peak_bytes", "step_time_us", "overhead")
-    numbers = {"budget_bytes": plan.budget_bytes, **{name: plan.predicted[name] for name in needed}}
-    for name, value in (*numbers.items(), ("peak_bytes", plan.without_checkpointing["peak_bytes"])):
+    found, plain = plan.predicted, plan.without_checkpointing
+    numbers: dict[str, Any] = {
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes": found["peak_bytes"],
+        "peak_bytes without a plan": plain["peak_bytes"],
+        "step_time_us": found["step_time_us"],
+        "overhead": found["overhead"] + 1,  # of the step without a plan; negative where kernels are fused
+    }
+    for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise ValueError(f"{name} is {value!r}, not a number of at least 0")
     sizes = [len(identity) for identity in plan.identities]
