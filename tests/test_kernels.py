@@ -21,6 +21,7 @@ from remat.cuda_kernels import rules as kernel_rules
 from remat.cuda_kernels import substitute as kernels
 from remat.cuda_kernels.attention import cudnn_attention_of
 from remat.errors import CaptureError
+from remat.execution.eager.saving import Save
 from remat.workload.target import target_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -285,6 +286,22 @@ def test_without_gradient_no_logsumexp_is_asked_for() -> None:
 
 
 # ---- autocast --------------------------------------------------------------------------------------------
+
+
+def test_a_bias_is_added_out_of_place_where_a_region_saves_the_result() -> None:
+    """So it is on the device, under any dispatch mode, where the input is no matrix."""
+    x, w, b = leaf(6, 4, 8), leaf(8, 8), leaf(8)
+    graph = torch.fx.Graph()
+    steps, weight, bias = (graph.placeholder(name) for name in ("x", "w", "b"))
+    graph.output(graph.call_function(F.linear, (graph.call_method("transpose", (steps, 0, 1)), weight, bias)))
+    module = torch.fx.GraphModule({}, graph)
+    kernels.substitute(module, None)
+    with Save() as save:
+        module(x, w, b)
+    with Ops() as plain:
+        module(x, w, b)
+    assert "aten.add_" in plain.names and "aten.add" not in plain.names
+    assert [str(func) for func, _ in save.tape.results][-1] == "aten.add.Tensor"
 
 
 def test_linear_under_autocast_saves_the_lower_precision() -> None:

@@ -67,6 +67,13 @@ class LeanMode(UnseenMode):
         internal("_C._pop_torch_dispatch_stack", "see what a saved node returns")(None)
 
 
+def in_lean_mode() -> bool:
+    """Return whether a `LeanMode` sees the operators that are called here."""
+    why = "see what a saved node returns"
+    at, count = internal("_C._get_dispatch_stack_at", why), internal("_C._len_torch_dispatch_stack", why)()
+    return any(isinstance(at(i), LeanMode) for i in range(count))
+
+
 def fakes_are_on() -> bool:
     """Return whether tensors are fake here, so that nothing draws random numbers."""
     mode_of = internal("_C._get_dispatch_mode", "see whether tensors are fake")

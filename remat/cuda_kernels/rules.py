@@ -10,6 +10,7 @@ from torch.torch_version import TorchVersion
 
 import remat.cuda_kernels.stand_ins  # noqa: F401  its definitions are called through torch.ops
 from remat._torch.recording import memory_format_of, nll_loss_nd
+from remat._torch.training import in_lean_mode
 from remat.cuda_kernels.attention import attention, dropout
 from remat.cuda_kernels.autocast import (
     LOW_PRECISION,
@@ -53,12 +54,17 @@ def softmax(device: Device, function: Call, input: Tensor, *args: Any, **kwargs:
 
 
 def linear(device: Device, function: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Run linear by Rule 8. torch adds the bias out of place for any subclass of Tensor, such as fakes."""
+    """Run linear by Rule 8.
+
+    torch adds the bias out of place for any subclass of Tensor, such as fakes, and under any dispatch mode: also on the
+    device where a region saves what it is part of.
+    """
     if device.autocast:
         input, weight, bias = cast((input, weight, bias), device.autocast)
     if bias is None or input.dim() == 2 or input.is_contiguous():
         return function(input, weight, bias)
-    return torch.matmul(input, weight.t()).add_(bias)
+    product = torch.matmul(input, weight.t())
+    return product.add(bias) if in_lean_mode() else product.add_(bias)
 
 
 def batch_norm(
