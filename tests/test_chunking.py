@@ -39,7 +39,7 @@ from remat.evaluation.plan import Plan, to_refs
 from remat.execution.eager.replay import replay
 from remat.execution.executions import load
 from remat.formulation.problem import Problem
-from remat.formulation.solution import Solution
+from remat.formulation.solution import Limits, Solution
 from remat.planning.forms import StepForm, StepForms, why_whole
 from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
@@ -48,6 +48,7 @@ from remat.planning.search import Judge
 from remat.planning.study import Study
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
+from remat.solvers.least_peak import least_peak
 from remat.validation.sums import NEAR
 from remat.validation.validating import validate
 from remat.workload.training_loop import TrainingLoop
@@ -681,6 +682,25 @@ def test_a_plan_that_needs_more_as_it_runs_gives_way_to_the_next_best(
     assert chunks_of(made.about) != best
     assert made.predicted["judged_by"] == "replay"
     assert made.solver["objective_us"] >= expected.solver["objective_us"] >= made.solver["bound_us"]
+
+
+def test_where_every_faster_plan_needs_more_as_it_runs_the_one_of_least_peak_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peak, seen = Judge.peak, set[int]()
+
+    def too_much(self: Judge, problem: Problem, regions: Any, *rest: Any) -> int:
+        seen.add(least := least_peak(problem, Limits()).peak_bytes)
+        found = peak(self, problem, regions, *rest)
+        return found if found <= least else found + (1 << 30)
+
+    monkeypatch.setattr(Judge, "peak", too_much)
+    with pytest.raises(Infeasible) as caught:
+        plan(LARGER, budget="1KiB", target="h100-80gb", exact=True)
+    assert caught.value.minimum_budget_bytes is not None
+    budget = int(1.05 * caught.value.minimum_budget_bytes)
+    made = plan(LARGER, budget=budget, target="h100-80gb", exact=True)
+    assert made.predicted["peak_bytes"] in seen and made.solver["status"] == "feasible"
 
 
 @pytest.mark.exhaustive

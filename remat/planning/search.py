@@ -20,6 +20,7 @@ from remat.evaluation.form import form_of
 from remat.evaluation.plan import Offload, Region, to_refs
 from remat.execution.base import MOST_TRIES, Execution, Try
 from remat.formulation import check
+from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.solution import NONE_NEEDED, Limits, Solution
 from remat.offloading.refs import to_offload_refs
@@ -175,7 +176,19 @@ def solve_within(
         raise infeasible(problem, least_peak(problem, limits))
     if judge is None or found.replayed_bytes is None:
         raise not_found(problem, found, limits, lambda: _least_as_it_runs(problem, judge, limits), "time_s=")
-    enough = min(found.replayed_bytes, judge.peak(problem, least_peak(problem, limits).regions))
+    least = least_peak(problem, limits)
+    least_bytes = judge.peak(problem, least.regions)
+    if least_bytes <= problem.budget_bytes:  # where budgets that allow for an excess are below the least peak
+        return dataclasses.replace(
+            found,
+            status="feasible",
+            regions=least.regions,
+            objective_us=problem.objective_ns(least.regions) / NS,
+            offloads=(),
+            replayed_bytes=least_bytes,
+            stall_us=0.0,
+        )
+    enough = min(found.replayed_bytes, least_bytes)
     raise NoPlanInTime(
         f"no plan was found that keeps {gib(problem.budget_bytes)} as it runs (execution {execution}). Best "
         f"replayed peak: {gib(found.replayed_bytes)}. A budget of {enough}B "
