@@ -106,6 +106,8 @@ _STAND_INS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[list[Any], list[A
     ),
     "_fused_rms_norm": lambda x, w, s: ([x, 1, w], [x, [1024], w, 1e-5]),
     "_fused_rms_norm_backward": lambda x, w, s: ([x, x, s, w], [x, x, [1024], s, w, [True, True]]),
+    "_thnn_fused_gru_cell": lambda x, w, s: ([x, x, x, w, w], [x, x, x, w, w]),
+    "_thnn_fused_gru_cell_backward": lambda x, w, s: ([x, x, True], [x, x, True]),
 }
 
 
@@ -132,7 +134,8 @@ def test_a_stand_in_costs_what_its_kernel_costs(name: str) -> None:
     recorded = OpKind(f"remat.{name}.default", own, 0, moved, "bfloat16")
     expected = dataclasses.replace(recorded, name=f"aten.{name}.default", signature=atens)
     assert kernel_us(recorded, H100) == kernel_us(expected, H100)
-    assert kernel_us(recorded, H100) > 1.5 * moved / H100.bytes_per_us
+    passes = 1.5 if "norm" in name else 1.0  # a norm reads its input twice
+    assert kernel_us(recorded, H100) > passes * moved / H100.bytes_per_us
 
 
 # Passes over memory

@@ -792,6 +792,7 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     "_C._get_dispatch_mode": ("see whether tensors are fake", training.fakes_are_on),
     "_C._push_on_torch_dispatch_stack": ("see what a saved node returns", lambda: Lean().__enter__()),
     "_C._pop_torch_dispatch_stack": ("see what a saved node returns", lambda: Lean().__exit__()),
+    "_C._len_torch_dispatch_stack": ("see what a saved node returns", training.in_lean_mode),
     "utils._python_dispatch._disable_current_modes": ("copy buffers unseen", training.without_modes),
     "autograd.Variable._execution_engine": (
         "hide weights again after a backward",
@@ -815,6 +816,14 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     "_C._functorch.is_functorch_wrapped_tensor": (
         "find storages under torch.func",
         lambda: recording.unwrapped(torch.ones(1)),
+    ),
+    "_C._functorch.get_dynamic_layer_stack_depth": (
+        "leave transforms of torch.func",
+        lambda: recording.transforms_left().__enter__(),
+    ),
+    "_C._autograd._saved_tensors_hooks_is_enabled": (
+        "leave transforms of torch.func",
+        lambda: recording.transforms_left().__enter__(),
     ),
     "_functorch.config": ("know whether results may be kept", inductor.keeps_joint_graphs),
     "_inductor.config": ("keep what planning found", inductor.settings_of_inductor),

@@ -465,7 +465,7 @@ class Search:
 
 
 def _tell(text: str) -> None:
-    """Say what takes minutes on stderr, in one process of a run, or to whoever logs it."""
+    """Report a search that takes minutes: to the log where it is on, else on stderr of the first process."""
     if log.isEnabledFor(logging.INFO):
         log.info("%s", text)
     elif log.isEnabledFor(logging.WARNING) and os.environ.get("RANK", "0") == "0":
