@@ -1,4 +1,4 @@
-"""The table: name of a dispatcher entry -> its rule on a CUDA device. (Rules 5 and 8-15, `substitute.py`)"""
+"""The table: name of a dispatcher entry -> its rule on a CUDA device. (Rules 5 and 8-16, `substitute.py`)"""
 
 from __future__ import annotations
 
@@ -65,6 +65,13 @@ def linear(device: Device, function: Call, input: Tensor, weight: Tensor, bias: 
         return function(input, weight, bias)
     product = torch.matmul(input, weight.t())
     return product.add(bias) if in_lean_mode() else product.add_(bias)
+
+
+def divide(device: Device, function: Call, numerator: Any, denominator: Any) -> Any:
+    """Divide by Rule 16."""
+    if not isinstance(numerator, Tensor):
+        return float32(device, function, numerator, denominator)
+    return function(numerator, denominator)
 
 
 def batch_norm(
@@ -229,7 +236,7 @@ LOWER_PRECISION_NAMES = _names(
 
 FLOAT32_NAMES = _names(
     """
-    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow square rdiv softplus
     native_layer_norm group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss
     cosine_embedding_loss nll_loss nll_loss2d nll_loss_nd hinge_embedding_loss kl_div l1_loss
     smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
@@ -252,7 +259,7 @@ PROMOTE_NAMES = _names(
     """
 )
 
-CASTS = (lower_precision, float32, float32_result, promote, refuse_under_autocast)
+CASTS = (lower_precision, float32, float32_result, promote, divide, refuse_under_autocast)
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(LOWER_PRECISION_NAMES, lower_precision),
@@ -266,6 +273,7 @@ RULES: dict[str, Rule] = {
     "scaled_dot_product_attention": attention,
     "linear": linear,
     "batch_norm": batch_norm,
+    "truediv": divide,
     "gru_cell": gru_cell,
     "histc": histc,
     "layer_norm": layer_norm,

@@ -26,6 +26,7 @@ matter have a rule each. Rules are numbered:
   Rule 13  refuse           what is not modelled, by name
   Rule 14  histc            counts integers too, which the CPU refuses
   Rule 15  lstm, gru cells  rule 1; one fused kernel after two products without biases, which saves all it takes
+  Rule 16  divide           rule 2 for a number by a tensor: torch takes the reciprocal
 
 The dispatcher's own lists are in `ATen/autocast_mode.h`, the choice of attention in `sdp_utils.cpp`; both are
 followed as of torch 2.13. A `TorchDispatchMode` was rejected: casts must be seen by autograd. So were
