@@ -313,6 +313,31 @@ def test_a_gradient_that_is_differentiated_is_told_where_it_may_break_the_budget
         train(plans["transformer"].predicted["peak_bytes"])
 
 
+class Pair:
+    """A batch whose sizes no description of a forward's arguments has."""
+
+    def __init__(self, ids: torch.Tensor, labels: torch.Tensor):
+        self.ids, self.labels = ids, labels
+
+
+class OfPairs(Transformer):
+    def forward(self, pair: Pair) -> torch.Tensor:  # type: ignore[override]
+        return Transformer.forward(self, pair.ids, pair.labels)
+
+
+def test_a_larger_batch_within_an_object_is_told_and_not_taken_for_another_model() -> None:
+    pairs = dataclasses.replace(
+        TRANSFORMER,
+        build=OfPairs,
+        batch=lambda samples, length: Pair(*TRANSFORMER.batch(samples, length)),
+        step=lambda model, pair: model(pair),
+    )
+    plan = plan_by_hand(recorded(pairs)[1], ())
+    trained(pairs, apply(built(pairs), plan, on_larger="refuse"))
+    with pytest.warns(UserWarning, match=r"makes up to .* more than when planned .* and a batch of this size"):
+        apply(built(pairs), plan)(batch_of(pairs, 16)).backward()
+
+
 @pytest.mark.exhaustive
 def test_a_backward_inside_of_autocast_is_told_where_it_may_break_the_budget(plans: dict[str, Plan]) -> None:
     """Autocast keeps its casts of the weights as long as it is open."""

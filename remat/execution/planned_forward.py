@@ -557,9 +557,11 @@ class PlannedForward(UnderPlan):
         if self._early.is_any and not self._early.may_complete:
             self._more = f"{text}. What the model keeps is not there yet; later forwards are as planned."
             return None
-        if fit.more_bytes > SMALL_CHANGE * peak_bytes:
-            return self._mismatch_of(text, given_to(self.original, *self._arguments), graph_module)
-        self._more = f"{text}; make a plan for this model."
+        given = given_to(self.original, *self._arguments)
+        sees_sizes = holds(given, given)  # of a batch within an object none are known: it may just be larger
+        if sees_sizes and fit.more_bytes > SMALL_CHANGE * peak_bytes:
+            return self._mismatch_of(text, given, graph_module)
+        self._more = f"{text}; make a plan for this model{'' if sees_sizes else ' and a batch of this size'}."
         return None
 
     def _remedy(self, graph_module: fx.GraphModule) -> str:
