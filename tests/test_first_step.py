@@ -622,6 +622,14 @@ def test_digests_leave_no_workspace_of_cublas() -> None:
     assert torch.cuda.memory_allocated() - before < MIB
 
 
+@pytest.mark.cuda
+def test_digests_of_few_rows_take_next_to_no_memory_of_a_card() -> None:
+    """Sums of columns are as large as a row, and twice as large as one of 16 bits."""
+    for tensor in (torch.randn(4, 1 << 17, device="cuda"), torch.randn(1 << 20, device="cuda").bfloat16()):
+        digest = functools.partial(digest_of, tensor, signed=True)
+        assert measure_peak(digest, tensor.device) < tensor.nbytes / 8
+
+
 def test_columns_that_a_gpu_fills_do_not_count() -> None:
     one, other = torch.randn(4, 64), torch.randn(4, 64)
     other[:, :48] = one[:, :48]

@@ -160,13 +160,15 @@ def _with_signs(tensor: Tensor) -> Tensor:
     rows = tensor.reshape(-1, tensor.shape[-1])
     generator = torch.Generator("cpu").manual_seed(rows.shape[0])
     drawn = torch.rand(rows.shape[0], generator=generator, device="cpu") < 0.5
-    signs = torch.where(drawn, 1.0, -1.0)
-    found = rows.new_zeros(rows.shape[1], dtype=torch.promote_types(tensor.dtype, torch.float32))
+    signs = torch.where(drawn, 1.0, -1.0).to(tensor.device, tensor.dtype).unsqueeze(1)
+    wide = torch.promote_types(tensor.dtype, torch.float32)
     if len(rows) <= SLICES:
-        for row, sign in zip(rows, signs.tolist(), strict=True):
-            found.add_(row, alpha=sign)
-        return found.cpu()
-    step, signs = -(-len(rows) // SLICES), signs.to(tensor.device, tensor.dtype).unsqueeze(1)
+        step = -(-rows.shape[1] // SLICES)
+        on_host = torch.empty(rows.shape[1], dtype=wide, device="cpu")
+        for part, out in zip(rows.split(step, dim=1), on_host.split(step), strict=True):
+            out.copy_((part * signs).sum(0, dtype=wide))
+        return on_host
+    found, step = rows.new_zeros(rows.shape[1], dtype=wide), -(-len(rows) // SLICES)
     for part, sign in zip(rows.split(step), signs.split(step), strict=True):
-        found += (part * sign).sum(0, dtype=found.dtype)
+        found += (part * sign).sum(0, dtype=wide)
     return found.cpu()
