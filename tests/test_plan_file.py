@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import stat
 from pathlib import Path
@@ -169,6 +170,7 @@ def test_regions_that_are_none_are_refused(tmp_path: Path, regions: Any) -> None
     [
         pytest.param(("budget_bytes",), "3GiB", "budget_bytes is '3GiB', not a number", id="budget in words"),
         pytest.param(("budget_bytes",), -5, "budget_bytes is -5", id="budget below nothing"),
+        pytest.param(("predicted", "peak_bytes"), math.nan, "peak_bytes is nan", id="not a number"),
         pytest.param(("predicted",), {}, "peak_bytes", id="no prediction"),
         pytest.param(("regions", 0, "last", "ordinal"), 99, "node 99 of graph call 0, which is not there", id="node"),
         pytest.param(("regions", 1, "last", "ordinal"), 5, "ends with node 5, before its first", id="backwards"),

@@ -158,8 +158,9 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         if not self.searches and not search.fits_by_default:
             raise DefaultExceeds
         if not search.fits_by_default:
-            least = gib(beside + search.default.kept_bytes)
-            _tell(f"planning a compiled step within {gib(self.budget_bytes)}; by default it needs more than {least}")
+            default, known = search.default_bytes
+            needed = f"{'' if known else 'more than '}{gib(beside + default)}"
+            _tell(f"planning a compiled step within {gib(self.budget_bytes)}; by default it needs {needed}")
         found = search.run()
         if found is None:
             raise self._nothing_found(beside + min(map(search.needs, search.lowered.values())))
@@ -317,6 +318,12 @@ class Search:
     def fits_by_default(self) -> bool:
         """Return whether PyTorch's own choice fits; where what it saves does not, its code is not lowered to know."""
         return self.default.kept_bytes <= self.most_bytes and self.fits(self.default)
+
+    @property
+    def default_bytes(self) -> tuple[int, bool]:
+        """Return what PyTorch's own choice needs, and True; what it saves, and False, where its code is not lowered."""
+        lowered = self.lowered.get(self.default.saved)
+        return (self.default.kept_bytes, False) if lowered is None else (self.needs(lowered), True)
 
     def run(self) -> tuple[Choice, float | None] | None:
         """Search, and return (the cheapest choice that fits, the bound); None where none was found.

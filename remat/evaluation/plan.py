@@ -525,7 +525,7 @@ def _require_whole(plan: Plan) -> None:
         "overhead": found["overhead"] + 1,  # of the step without a plan; negative where kernels are fused
     }
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise ValueError(f"{name} is {value!r}, not a number of at least 0")
     sizes = [len(identity) for identity in plan.identities]
     for region in plan.regions:
