@@ -378,7 +378,6 @@ def test_a_counter_that_a_trace_cannot_leave_open_is_told_of_by_name(monkeypatch
 # No trace
 
 
-@pytest.mark.exhaustive
 @pytest.mark.third
 @pytest.mark.parametrize(
     "name", names_of({**CARRYING, **COUNTING}, {"queue", "hooked", "shared", "noisy", "attribute"})

@@ -55,7 +55,6 @@ def test_it_is_what_the_estimate_says() -> None:
     assert needed() == max(peaks.peak_bytes, peaks.eager_bytes or 0, peaks.first_step_bytes)
 
 
-@pytest.mark.exhaustive
 def test_the_margin_decides_at_the_byte() -> None:
     found = checked(needed(), headroom=1)
     assert (found.limit_bytes, found.fits) == (needed() - 1, False)
@@ -123,7 +122,6 @@ def test_a_budget_without_a_unit_is_refused() -> None:
 # The command
 
 
-@pytest.mark.exhaustive
 def test_the_exit_code_is_the_verdict(remat: Remat) -> None:
     model = ("--model", "model.py:short", "--target", TARGET)
     assert remat("check", *model).exit_code == 0

@@ -707,7 +707,7 @@ def test_rows_that_are_written_to_before_backward_are_an_error() -> None:
 
 
 @pytest.mark.third
-@pytest.mark.exhaustive
+@pytest.mark.fast("Adapted--cpu-plain")
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("target", ["cpu", "h100-80gb"])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["", "amp"])

@@ -419,7 +419,6 @@ class MoreHeads(Scores):
     head_count = 4
 
 
-@pytest.mark.exhaustive
 def test_a_model_with_more_heads_than_planned_is_refused() -> None:
     """Its operators are the same and its parameters have the same shapes; its scores take twice as much."""
     planned = plan_by_hand(recorded(workload_of(model_of(Scores)))[1], ())
@@ -435,7 +434,7 @@ def other_sizes(workload: Workload) -> list[Identity]:
     return [record(FakeStep(workload.sized(batch_size=size), device=CPU)).identities[0] for size in (1, 2)]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.fast("in-place")
 @pytest.mark.parametrize("name", ["chain", "residual", "skip", "tied", "transformer", "in-place"])
 def test_identity_does_not_depend_on_the_batch(name: str) -> None:
     planned = recorded_toy(TOYS[name]).graph.identities[0]

@@ -213,7 +213,7 @@ def test_attention_is_among_what_is_kept(target: str, attention: str) -> None:
 # In production
 
 
-@pytest.mark.exhaustive
+@pytest.mark.fast("512")
 @pytest.mark.parametrize("more_bytes", [0, 512])
 def test_a_plan_s_peak_is_the_replay_s_and_says_what_the_evaluator_says_else(
     more_bytes: int, monkeypatch: pytest.MonkeyPatch

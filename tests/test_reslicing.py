@@ -119,7 +119,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.third
-@pytest.mark.exhaustive
+@pytest.mark.fast("shifted-h100-80gb")
 @pytest.mark.parametrize("target", ["cpu", "a100-80gb", "h100-80gb"])
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
 def test_the_record_in_other_slices_is_that_of_the_step(

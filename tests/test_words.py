@@ -61,7 +61,6 @@ def test_the_sentences_of_a_page_are_short(page: Path) -> None:
     assert {sentence[:80]: count for sentence, count in lengths.items() if count > LONGEST_SENTENCE} == {}
 
 
-@pytest.mark.exhaustive
 def test_messages_have_no_worn_phrase() -> None:
     assert list(worn(("message", template) for template in words.templates() if len(template.split()) > 2)) == []
 

@@ -89,6 +89,9 @@ _NOT_COMPILED = (
 )
 
 
+OTHER_MODEL = 0.02  # of the planned peak: what makes that much more than planned is refused, and less is told
+
+
 UNPACKED_BATCH = (
     "each row of this batch holds one sequence, and the plan is for packed rows: attention takes an explicit mask, "
     "and none without the plan. This is correct and needs no more memory, but losses are not bitwise those without the "
@@ -540,7 +543,7 @@ class PlannedForward(UnderPlan):
         return PlanMismatch(f"{'; '.join([*said, self._remedy(graph_module)])}.")
 
     def _larger_mismatch(self, fit: Fit, graph_module: fx.GraphModule) -> PlanMismatch | None:
-        """Return the refusal of a graph that needs more memory than the budget; only note a small excess.
+        """Return the refusal of a graph that needs more memory than the budget; only note an excess of a few percent.
 
         A plan for a GPU says nothing of bytes on a CPU, whose kernels allocate others.
         """
@@ -559,7 +562,7 @@ class PlannedForward(UnderPlan):
             return None
         given = given_to(self.original, *self._arguments)
         sees_sizes = holds(given, given)  # of a batch within an object none are known: it may just be larger
-        if sees_sizes and fit.more_bytes > SMALL_CHANGE * peak_bytes:
+        if sees_sizes and fit.more_bytes > OTHER_MODEL * peak_bytes:
             return self._mismatch_of(text, given, graph_module)
         self._more = f"{text}; make a plan for this model{'' if sees_sizes else ' and a batch of this size'}."
         return None
