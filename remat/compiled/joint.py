@@ -20,8 +20,8 @@ Rule 6  Backward decides as forward did. Where kernels fuse, a 16-bit value is r
         numbers are not saved in 16 bits: forward would compare them unrounded, and backward rounded. Integers made of
         floats, such as the experts of a token, run once.
 
-Rule 7  Inductor runs a call of backward that no other waits for, the gradient of a weight, as soon as it can: what
-        only that reads is then let go of before more is made.
+Rule 7  Inductor reorders kernels for the least peak. So a call of backward that no other waits for, the gradient of a
+        weight, runs as soon as it can where it makes no more than it reads of the forward: that is let go of then.
 
 Sizes that are open have the values that the first batch gave them.
 """
@@ -287,7 +287,8 @@ def _weights_first(backward: Sequence[fx.Node]) -> list[fx.Node]:
         ahead = [at[i] if calls_library(i) else after[i] for i in node.all_input_nodes if i in after]
         after[node] = max(ahead, default=0)
     for node in reversed(backward):
-        if calls_library(node) and node not in waited:
+        read = {base for base in map(_base, node.all_input_nodes) if base not in at}
+        if calls_library(node) and node not in waited and _bytes(node) <= sum(map(_bytes, read)):
             at[node] = after[node]
         for i in node.all_input_nodes:
             if i in at:
