@@ -473,6 +473,7 @@ def test_a_value_that_leaves_its_region_where_the_graph_breaks_is_offloaded() ->
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("0", "2")
 @pytest.mark.parametrize("tens", range(4))
 def test_many_random_models_keep_their_promises_under_random_offloads(tens: int) -> None:
     for number in range(10 * tens + 10, 10 * tens + 20):
@@ -537,6 +538,7 @@ def posed(graph: Graph, budget_bytes: int, link: Link | None) -> Problem:
 
 
 @pytest.mark.fast("0.2-chain-dp", "0.6-chain-dp")
+@pytest.mark.often("0.2-chain-dp", "0.6-chain-dp", "0.2-cp-sat", "0.6-milp", "0.6-exact")
 @pytest.mark.parametrize("solver", ["chain-dp", "cp-sat", "milp", "exact"])
 @pytest.mark.parametrize("share", [0.2, 0.6])
 def test_no_plan_with_offloads_beats_the_bound(share: float, solver: str) -> None:
@@ -601,7 +603,7 @@ def test_no_plan_of_a_space_that_can_be_searched_beats_the_bound(solver: str, pr
 @pytest.mark.exhaustive
 @SOLVERS
 @given(problem=linked_problems(), percent=st.integers(0, 100))
-@settings(max_examples=examples(100, 1500), deadline=None)
+@settings(max_examples=examples(40, 1500), deadline=None)
 def test_no_plan_of_many_spaces_beats_the_bound(solver: str, problem: Problem, percent: int) -> None:
     assert_no_plan_beats(solver, problem, percent)
 

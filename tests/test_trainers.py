@@ -1010,6 +1010,7 @@ REFERRING = {"beta": 0.1, "bf16": True, **TWICE}
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("reference", "reference-20-updates")
 @pytest.mark.parametrize(
     ("steps", "options"),
     [
