@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from remat._torch.training import clear_cublas_workspaces
 from remat.costing.costs import estimated_costs
 from remat.errors import CaptureError, Infeasible, UsageError
 from remat.evaluation.evaluator import Memory
@@ -22,6 +24,7 @@ from remat.formulation.problem import Problem
 from remat.formulation.search_space import Segment, blocks, find_space
 from remat.formulation.solution import Limits
 from remat.offloading.link import Link
+from remat.planning.estimate import estimate
 from remat.planning.planner import plan
 from remat.solvers import load
 from remat.validation.validating import validate
@@ -148,6 +151,38 @@ def test_a_plan_trains_alike_at_the_predicted_peak_and_recomputes_for_every_back
     assert report.gradients_equal and not report.gradients_near
     once = Memory(dataclasses.replace(graph, inner=type(graph.inner)())).recomputed_nodes(regions)
     assert once < Memory(graph).recomputed_nodes(regions) <= BACKWARDS[name] * once  # not every one asks every region
+
+
+def wide_penalty(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    at = batch.detach().requires_grad_()
+    out = model(at)
+    return out.square().mean() + derivative(out, at).norm(dim=1).square().mean()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("target", ["h100-80gb", "cuda"])
+def test_the_order_of_a_devices_own_thread_is_predicted(target: str) -> None:
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    workload = Workload(
+        "wide", lambda: nn.Sequential(*[layer() for _ in range(4)]), lambda n, _: torch.randn(n, 64), wide_penalty, 2048
+    )
+    predicted = estimate(workload, target=target).peaks.peak_bytes
+    clear_cublas_workspaces()
+    gc.collect()
+    torch.cuda.init()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    model, batch = workload.build().to("cuda"), workload.batch(2048, None).to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    for _ in range(6):  # the numbers of the main thread leave those of the device's behind
+        torch.cuda.reset_peak_memory_stats()
+        wide_penalty(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    measured = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    assert predicted == pytest.approx(measured, rel=1e-3)
 
 
 def small(graph: Graph) -> Problem:

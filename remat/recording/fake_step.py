@@ -46,6 +46,7 @@ from remat.host.optimizer_state import OffloadedState
 from remat.host.step_in_backward import StepInBackward, stepping_of
 from remat.host.weights import AT_ONCE, Layer, layers_of, spread
 from remat.recording.deferred import DeferredPasses, reaches_parameters, states_counted
+from remat.recording.inner_nodes import InnerNodes
 from remat.recording.kept_here import KeptHere
 from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
@@ -247,6 +248,7 @@ class FakeStep:
         here = contextlib.nullcontext() if self._elsewhere is None else KeptHere(self._elsewhere)
         with (
             torch.set_grad_enabled(torch.is_grad_enabled()),  # a graph that fails half way leaves it changed
+            torch.autograd.set_multithreading_enabled(False),  # one thread numbers all nodes, whatever the device
             self.shared.borrowed(),
             self.mode,
             self.known.followed(),
@@ -282,7 +284,7 @@ class FakeStep:
         self.held_outputs.let_go()
         self.model.zero_grad(set_to_none=True)
         with ParametersSeen(alignment_bytes, self.model, self.calls) as tracker:
-            self._begun = tracker, self.forward()
+            self._begun = tracker, self._forward_under(tracker)
         self.trails.append(trail_of(tracker))
 
     def _find_appended(self) -> None:
@@ -688,12 +690,20 @@ class FakeStep:
             self._beside_bytes = self._repeated.beside_bytes(self.finish.state)
         return int(tracker.alive(since=forward_end)[backward_end:].max(initial=0)), tracker
 
+    def _forward_under(self, tracker: Tracker) -> torch.Tensor:
+        tracker.inner_nodes = inner = InnerNodes()
+        loss = self.forward()
+        tracker.inner_nodes = None
+        if self._kernels_of != "cpu":
+            inner.run_last(loss)
+        return loss
+
     def execute(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
         """Run one whole step under `tracker`: forward, backward, optimizer."""
         with self._on_fakes(), tracker:
             if self._has_state:
                 tracker.follow_older(self.state().unregistered)
-            loss = self.forward()
+            loss = self._forward_under(tracker)
             after_forward()
             self._backward(loss, tracker)
             after_backward()

@@ -74,6 +74,7 @@ from remat.recording.fake_step import (
     FakeStep,
     execute_plainly,
 )
+from remat.recording.inner_nodes import AHEAD
 from remat.recording.known_values import KnownValues
 from remat.recording.remedies import describe
 from remat.recording.repeats import Repeats
@@ -401,7 +402,7 @@ class Recorder(Tracker):
         node = autograd_node()
         if node is None or self._backward_end >= 0:
             return -1
-        number = node._sequence_nr()
+        number = node._sequence_nr() % AHEAD
         if number >= self._sequence_end:  # gradient accumulation belongs to whoever ran before
             return self._op_nodes[-1] if self.op_count - 1 > self._forward_end else len(self._nodes) - 1
         return max(bisect.bisect_right(self._sequence, number) - 1, 0)

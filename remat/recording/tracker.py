@@ -28,6 +28,7 @@ from remat._torch.recording import DEVICE, memory_format_of, untraced, unwrapped
 from remat._torch.training import UnseenMode
 from remat.evaluation.graph import FROM_HOST, OpKind
 from remat.recording.in_place import InPlace
+from remat.recording.inner_nodes import InnerNodes
 from remat.recording.reserves import with_reserve
 from remat.recording.traffic import moved_bytes, workspace_bytes
 
@@ -110,6 +111,7 @@ class Tracker(UnseenMode):
         self.scalar_answers = False
         self._products: set[int] = set()  # ids of storages of single numbers that were multiplied in place
         self._kind_index: dict[str, int] = {}
+        self.inner_nodes: InnerNodes | None = None  # of the forward that runs
         self._in_place = InPlace()
         self._taken_over: TrackedStorage | None = None  # the storage that the last operator would have overwritten
         self._blocks: dict[Hashable, RecordedSpan] = {}
@@ -169,6 +171,8 @@ class Tracker(UnseenMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
+        if self.inner_nodes is not None:
+            self.inner_nodes.note()
         if self.scalar_answers and func is torch.ops.aten._local_scalar_dense.default:
             return self._answer(args[0])
         if func is _SET:
