@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from remat.capture.dynamo import GraphCalls
 from remat.errors import CaptureError
 from remat.execution.apply import apply
+from remat.planning.estimate import estimate
 from remat.recording.known_values import KnownValues
 from remat.recording.sequences import sequences_of_known_lengths
 from remat.validation.validating import validate
@@ -156,6 +157,25 @@ def test_a_model_of_speech_trains_alike_under_a_plan_and_at_the_predicted_peak()
     graph = graph_of(SPEECH)
     report = validate(SPEECH, plan_by_hand(graph, every_block(graph)), device=CPU)
     assert report.passed and graph.forward_end
+
+
+def test_a_packed_layer_is_refused_by_name_as_one_that_is_not() -> None:
+    """Between two graphs it would run the CPU's kernels."""
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0].square().mean()
+
+    workload = Workload(
+        "packed", Packed, lambda n, _: (torch.randn(n, 5, 8), torch.full((n,), 5)), lambda m, b: m(*b), 4
+    )
+    with pytest.raises(CaptureError, match="`lstm` cannot be planned for a CUDA device from here"):
+        estimate(workload, target="h100-80gb")
 
 
 @pytest.mark.exhaustive

@@ -52,7 +52,7 @@ from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
 from remat.recording.remedies import describe, line_of
 from remat.recording.repeated_step import RepeatedStep
-from remat.recording.sequences import sequences_of_known_lengths
+from remat.recording.sequences import recurrent_layers_under, sequences_of_known_lengths
 from remat.recording.sources import Sources
 from remat.recording.traced_forwards import ParametersSeen, TracedForwards, outermost_calls
 from remat.recording.tracked_copies import TrackedStateCopies
@@ -256,6 +256,7 @@ class FakeStep:
             grouped_products(),
             kernels_on_fakes(),
             sequences_of_known_lengths(),
+            recurrent_layers_under(self._elsewhere.kernels if self._elsewhere else contextlib.nullcontext),
             tracebacks_unwritten(),
         ):
             yield
