@@ -22,6 +22,7 @@ from remat.cuda_kernels import substitute as kernels
 from remat.cuda_kernels.attention import cudnn_attention_of
 from remat.errors import CaptureError
 from remat.execution.eager.saving import Save
+from remat.recording.tracker import Tracker
 from remat.workload.target import target_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -241,6 +242,18 @@ def test_unfused_attention_adds_its_mask_in_place() -> None:
     _, forward, _, _ = on_cuda(SDPA, q, k, v, torch.empty(16, 16))
     assert "aten.add_" in forward
     assert "aten.add" not in forward
+
+
+def test_unfused_attention_holds_its_float32_inputs_and_casts_its_weights_as_well() -> None:
+    """In C++ the copies are alive until it returns, and its second result is made before its first."""
+    q, k, v = (leaf(2, 4, 16, 60, dtype=BF16) for _ in range(3))  # 60 is no multiple of 8: not memory-efficient
+    kernel = kernels.OnCuda(SDPA, kernel_casts.Device(None))
+    mask = torch.empty(16, 16, dtype=BF16)
+    with Tracker() as tracker:
+        kernel(q, k, v, mask)
+    copy, weights = (2 * 4 * 16 * 60) * 4, (2 * 4 * 16 * 16) * 4
+    copies = 3 * copy + 2 * copy  # of all three; of two, scaled
+    assert tracker.alive().max() == copies + weights + weights // 2 + copy + copy // 2
 
 
 @pytest.mark.parametrize(

@@ -164,28 +164,33 @@ def _efficient_attention(call: _Attention) -> Tensor:
 
 
 def _unfused_attention(call: _Attention) -> Tensor:
-    """Run `_scaled_dot_product_attention_math` step by step: its dropout and its sums differ on fakes."""
+    """Run `_scaled_dot_product_attention_math` step by step: its dropout and its sums differ on fakes.
+
+    As in C++, the copies of `query`, `key` and `value` live until it returns.
+    """
     dtype = call.query.dtype
     reduced = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     upcast = dtype in LOW_PRECISION and not reduced
     query, key, value = (t.float() if upcast else t for t in call.tensors)
     scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
     root = abs(scale) ** 0.5
-    query = query * (-root if scale < 0 else root)
+    scaled = query * (-root if scale < 0 else root)
     mask = _additive(call.mask, dtype)
     if call.is_causal:
         lower = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
         mask = _additive(lower, query.dtype)
+    keys, values = key, value
     if call.enable_gqa and query.shape[-3] != key.shape[-3]:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    weights = torch.matmul(query, key.transpose(-2, -1) * root)
+        keys = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        values = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    weights = torch.matmul(scaled, keys.transpose(-2, -1) * root)
     if mask is not None:
         weights = weights.add_(mask)
     weights = aten._safe_softmax(weights, -1)
     if call.dropout_p > 0:
         weights = dropout(Device(None), torch.dropout, weights, call.dropout_p, True)
-    return torch.matmul(weights, value).to(dtype)
+    outputs = weights.to(dtype), torch.matmul(weights, values).to(dtype)  # evaluated from right to left, as by gcc
+    return outputs[1]
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype, minimum: float = -torch.inf) -> Tensor | None:
