@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ import torch
 import remat
 from remat.cli.screen import plan_text
 from remat.errors import Infeasible
+from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import KEPT_OUTSIDE
 from remat.evaluation.plan import caveats
+from remat.execution.eager.replay import replay
 from tests.carrying import Stack, workload
-from tests.toys import recorded
+from tests.toys import CHOICES, plan_by_hand, recorded
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
@@ -39,6 +42,35 @@ class Ripple(Waving):
     count = 1
 
 
+class RunAgain(torch.autograd.Function):
+    """Keep the input of a layer alone, and run the layer again in backward, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        y: torch.Tensor = layer(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            y = ctx.layer(x)
+        torch.autograd.backward(y, gradient)
+        return x.grad, None
+
+
+run_again = torch.compiler.disable(RunAgain.apply)
+
+
+class Reversible(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = run_again(self.layers[0](x), self.layers[1])
+        y: torch.Tensor = self.head(x).logsumexp(-1).mean()
+        return y
+
+
 @pytest.mark.exhaustive
 def test_lines_between_graphs_that_keep_much_are_named_with_their_bytes() -> None:
     work = workload(Waving)
@@ -59,3 +91,12 @@ def test_values_that_the_step_makes_of_outputs_are_named_until_the_step_is_plann
 
     work = workload(Ripple, step=step)
     assert "(`workload.with_planned_step()`)" in caveats(recorded(work)[1].about)[0]
+
+
+def test_a_layer_that_its_own_backward_runs_again_is_in_no_region_and_counted() -> None:
+    step, graph = recorded(workload(Reversible, step=lambda model, batch: model(batch[0])))
+    assert graph.saved_tensors.at.max() < graph.forward_end
+    for choice in ("nothing", "every-block"):
+        regions = tuple(CHOICES[choice](graph))
+        alive = replay(step, plan_by_hand(graph, regions).regions) + graph.unseen_bytes
+        assert Memory(graph).curve(regions).peak_bytes == alive.max(), choice

@@ -84,6 +84,7 @@ from remat.recording.trails import trail_of
 from remat.workload.workload import WITH_STEP, StepModule, trainable
 
 OUTSIDE_OP = "outside"  # Node.op between two graphs, where no line is known
+IN_BACKWARD = -1  # in the place of the row of a tensor that a graph made in backward saves
 MUCH_OUTSIDE = 0.05  # of the bytes alive as backward begins: values between graphs that keep more are named
 
 
@@ -483,7 +484,12 @@ class Recorder(Tracker):
 
     @untraced
     def pack(self, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Give autograd a private copy, so that the life of the copy is the life of this save."""
+        """Give autograd a private copy, so that the life of the copy is the life of this save.
+
+        A graph that backward makes, to run a forward again, is no part of a plan: its saves are counted as values.
+        """
+        if self._forward_end >= 0:
+            return IN_BACKWARD, tensor.detach()
         if self._current is None:
             self._begin_outside(self.op_count)
         node = len(self._nodes) - 1 if self._current is None else self._current
@@ -506,6 +512,8 @@ class Recorder(Tracker):
     @untraced
     def unpack(self, packed: tuple[int, torch.Tensor]) -> torch.Tensor:
         index, copy = packed
+        if index == IN_BACKWARD:
+            return copy
         row = self._saved_tensors[index]
         if self._forward_end < 0 and self._current is None:
             return self._asked_within_forward(row, copy)
