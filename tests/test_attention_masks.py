@@ -185,6 +185,35 @@ def test_a_mask_of_the_models_own_is_never_taken_for_ones(given: bool) -> None:
     assert counts_of(planned).regions == 8
 
 
+class OwnOnes(nn.Module):
+    """Makes a mask of ones where none is given, as BLIP-2 and BART do, and may write into a view of it."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.model, self.hidden = library.LlamaForCausalLM(config_of("llama")), hidden
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        own = torch.ones_like(input_ids)
+        if self.hidden:
+            own[:, : self.hidden].zero_()
+        return self.model(input_ids=input_ids, labels=labels, attention_mask=own, use_cache=False)
+
+
+@pytest.mark.parametrize("hidden", [0, 3], ids=["left-so", "written"])
+def test_a_mask_of_ones_that_the_model_makes_is_no_mask_until_it_is_written(hidden: int) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return OwnOnes(hidden).train()
+
+    made = {name: value for name, value in batch_of("llama").items() if name != "attention_mask"}
+    workload = Workload(
+        "own", build, lambda *_: batch_of("llama"), lambda m, b: m(**b).loss, batch_size=SAMPLES, seq_len=LENGTH
+    )
+    graph = recorded(workload)[1]
+    plan = plan_by_hand(graph, every_block(graph))
+    require_alike(apply(build(), plan, verify_first_step=False), build(), made)
+
+
 @pytest.mark.exhaustive
 def test_a_mask_that_the_model_uses_elsewhere_is_named() -> None:
     class Weighted(OwnMask):

@@ -431,13 +431,16 @@ def named(x: torch.Tensor) -> torch.Tensor:
 
 def test_another_function_is_followed_and_guards_are_on_the_one_that_is_there() -> None:
     compiled: list[fx.GraphModule] = []
+    firsts: list[str] = []
 
     def backend(graph_module: fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
         compiled.append(graph_module)
         return graph_module
 
-    def instead(translator: Any, function: Any) -> Any:
+    def instead(translator: Any, function: Any, first: dynamo.FirstNode) -> Any:
         ours = dynamo.backend_of(translator) is backend
+        if function is named and (node := first()) is not None:
+            firsts.append(node.op)
         assert all(map(dynamo.is_of_tensor, (v.realize() for v in translator.symbolic_locals.values() if v)))
         return (lambda x: x.cos()) if ours and function is named else None
 
@@ -446,6 +449,7 @@ def test_another_function_is_followed_and_guards_are_on_the_one_that_is_there() 
     with dynamo.following(instead):
         assert torch.equal(ours(x), x.cos()) and torch.equal(others(x), x.sin())
     assert torch.equal(ours(x), x.cos()) and len(compiled) == 1
+    assert set(firsts) == {"placeholder"}
 
 
 @pytest.mark.filterwarnings("ignore")  # of Dynamo's own, about the break
@@ -872,7 +876,7 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     "_dynamo.variables.TensorVariable": ("capture the branches of eager mode", lambda: dynamo.is_of_tensor(1)),
     "_dynamo.variables.UserFunctionVariable": (
         "let a library choose its attention masks",
-        lambda: dynamo.following(lambda tx, function: None).__enter__(),
+        lambda: dynamo.following(lambda tx, function, first: None).__enter__(),
     ),
     "_dynamo.variables.tensor.TensorVariable": (
         "iterate over tensors as eager mode does",

@@ -7,18 +7,20 @@ while it does (`VariableTracker`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import math
 import os
 import random
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 from unittest import mock
 
 import numpy as np
 import torch
+from torch import fx
 
 from remat._torch.door import Shared, internal
 from remat.errors import CaptureError
@@ -26,6 +28,7 @@ from remat.errors import CaptureError
 Translator = Any
 Variable = Any
 Handler = Callable[..., Variable]
+FirstNode = Callable[[], fx.Node | None]
 
 # What Dynamo reports
 
@@ -139,17 +142,24 @@ def is_of_tensor(variable: Variable) -> bool:
     return isinstance(variable, internal("_dynamo.variables.TensorVariable", "capture the branches of eager mode"))
 
 
-@contextlib.contextmanager
-def following(instead: Callable[[Translator, Any], Callable[..., Any] | None]) -> Iterator[None]:
-    """Let Dynamo follow `instead(translator, function)` in place of a Python function that traced code calls.
+def _first_node(args: Sequence[Variable], kwargs: Any = None) -> fx.Node | None:
+    """Return the node in the graph being traced that made the first of `args`; None if that is no tensor."""
+    node = args[0].as_proxy().node if args and is_of_tensor(args[0]) else None
+    return node if isinstance(node, fx.Node) else None
 
-    Where that is None, the function is followed. Functions themselves, and guards on them, are as before.
+
+@contextlib.contextmanager
+def following(instead: Callable[[Translator, Any, FirstNode], Callable[..., Any] | None]) -> Iterator[None]:
+    """Let Dynamo follow `instead(translator, function, first)` in place of a Python function that traced code calls.
+
+    `first()` is the node of its first argument if that is a tensor. Where `instead` returns None, the function is
+    followed. Functions themselves, and guards on them, are as before.
     """
     variable = internal("_dynamo.variables.UserFunctionVariable", "let a library choose its attention masks")
     original = variable.call_function
 
     def call_function(self: Variable, translator: Translator, *args: Any, **kwargs: Any) -> Variable:
-        other = instead(translator, self.fn)
+        other = instead(translator, self.fn, functools.partial(_first_node, *args))
         if other is not None:
             self = variable(other)
         return original(self, translator, *args, **kwargs)

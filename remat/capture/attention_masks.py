@@ -8,8 +8,9 @@ to Dynamo as it traces for us (`TracedMasks`); transformers itself stays as it i
 
 Rule 1  What is known of a batch is part of what a trace was made for: the graph of a batch without padding would be
         wrong for one with it, and no guard of Dynamo's sees the difference. `GraphCalls` keeps one for each `Masks`.
-Rule 2  Only a mask that the forward was given is answered for. One that the model makes by itself is marked in the
-        graph (`_known_ones`) and found there by `foreign_mask`: its data is not known.
+Rule 2  Only a mask that the forward was given is answered for, or one that its graph makes with `torch.ones`. Another
+        that the model makes by itself is marked in the graph (`_known_ones`) and found there by `foreign_mask`: its
+        data is not known.
 Rule 3  On fake tensors there is nothing to look at. While planning, `OnesSeen` watches the workload make its batch: a
         mask that `torch.ones` made, and that was not written into, is one of ones. Any other counts as padded.
 
@@ -34,6 +35,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from remat._torch.dynamo import FirstNode
+
 IsOnes = Callable[[torch.Tensor], bool]
 
 PADDED_BATCH = (
@@ -44,6 +47,7 @@ PADDED_BATCH = (
 _MAKE_ONES = {"ones", "ones_like", "new_ones"}
 _MAKE_FULL = {"full", "full_like", "new_full"}
 _PASS_ON = {"_to_copy", "clone", "detach", "alias", "view", "expand", "unsqueeze"}
+_ONES = {torch.ones, torch.ones_like, "new_ones"}
 _SAME_DATA = {"to", "view", "bool", "contiguous"}  # methods after which a mask of ones is one still
 
 
@@ -124,6 +128,7 @@ class OnesSeen(TorchDispatchMode):
 # While traced
 
 _MASKING, _EXPORTING = "transformers.masking_utils", "is_torchdynamo_exporting"
+_SKIPPING = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")  # decide whether a mask can be skipped
 
 
 def _answers_for(masks: Masks) -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
@@ -132,10 +137,7 @@ def _answers_for(masks: Masks) -> dict[str, Callable[[Callable[..., Any]], Calla
     if not masks.packed:
         found["find_packed_sequence_indices"] = lambda original: _nothing_packed
     if masks.ones:
-        found |= {
-            "_ignore_causal_mask_sdpa": _for_a_mask_of_ones,
-            "_ignore_bidirectional_mask_sdpa": _for_a_mask_of_ones,
-        }
+        found |= dict.fromkeys(_SKIPPING, _for_a_mask_of_ones)
     return found
 
 
@@ -149,13 +151,15 @@ class TracedMasks:
         self._answers = _answers_for(masks)
         self.missing: tuple[str, ...] = ()
 
-    def instead(self, asker: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
+    def instead(self, asker: str, function: Callable[..., Any], first: FirstNode) -> Callable[..., Any] | None:
         """Return the function to trace in place of `function`, called by module `asker`; None to trace it itself."""
         if asker != _MASKING:
             return None
         masking = sys.modules[_MASKING]
         # Some versions ask in another module whether they are exported, where Dynamo's own answer is replaced.
         self.missing = tuple(name for name in self._answers if name != _EXPORTING and not hasattr(masking, name))
+        if function.__name__ in _SKIPPING and (mask := first()) is not None and _made_of_ones(mask):
+            return _without_mask(function)
         answer = self._answers.get(function.__name__)
         return None if answer is None else answer(function)
 
@@ -189,6 +193,22 @@ def _for_a_mask_of_ones(original: Callable[..., bool]) -> Callable[..., bool]:
         return ignored
 
     return ignore
+
+
+def _without_mask(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Wrap `original` for a mask of ones that the model made in the same graph."""
+
+    def ignore(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
+        return original(None, *args, **kwargs)
+
+    return ignore
+
+
+def _made_of_ones(mask: fx.Node) -> bool:
+    """Return whether a mask is one of ones because of how the graph makes it, and is not written into. (Rule 2)"""
+    while mask.op == "call_method" and mask.target in _SAME_DATA and isinstance(mask.args[0], fx.Node):
+        mask = mask.args[0]
+    return mask.target in _ONES and mask.meta["example_value"]._version == 0
 
 
 @torch.compiler.allow_in_graph

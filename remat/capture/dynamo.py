@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import MappingKey, tree_leaves_with_path
 
 from remat._torch.dynamo import (
+    FirstNode,
     graph_breaks,
     settings,
     trace_error,
@@ -277,11 +278,11 @@ class _Backend(Capture):
         self._calls = weakref.ref(calls)
         self._masks = TracedMasks(masks)
 
-    def instead(self, asker: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
+    def instead(self, asker: str, function: Callable[..., Any], first: FirstNode) -> Callable[..., Any] | None:
         numpy_random.leave_alone(function)
         opaque = () if self.answers is None else self.answers.opaque
         return (
-            self._masks.instead(asker, function)
+            self._masks.instead(asker, function, first)
             or four_bit.instead(function, asker, opaque)
             or trl_head.instead(function, asker)
         )

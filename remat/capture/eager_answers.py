@@ -34,7 +34,7 @@ from typing import Any, cast
 import torch
 
 from remat._torch.door import Shared
-from remat._torch.dynamo import backend_of_output, constant, following, handlers, is_of_tensor, predicates
+from remat._torch.dynamo import FirstNode, backend_of_output, constant, following, handlers, is_of_tensor, predicates
 from remat._torch.elsewhere import traced_elsewhere
 from remat.capture.elsewhere import CaptureDevice
 
@@ -147,8 +147,11 @@ class Capture:
     elsewhere: CaptureDevice | None = None
     opens_sizes = opens_numbers = opens_draws = has_drawn = False
 
-    def instead(self, asker: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Return the function to trace in place of `function`, called by module `asker`; None to trace it itself."""
+    def instead(self, asker: str, function: Callable[..., Any], first: FirstNode) -> Callable[..., Any] | None:
+        """Return the function to trace in place of `function`, called by module `asker`; None to trace it itself.
+
+        `first` returns the node of its first argument, see `following`.
+        """
         return None
 
 
@@ -191,11 +194,11 @@ def traced_as(other: Callable[..., Any]) -> Callable[[Callable[..., Any]], Calla
     return mark
 
 
-def _instead(tx: Any, function: Callable[..., Any]) -> Callable[..., Any] | None:
+def _instead(tx: Any, function: Callable[..., Any], first: FirstNode) -> Callable[..., Any] | None:
     capture = capture_of(tx)
     if capture is not None and (plain := getattr(function, "_traced_as", None)) is not None:
         return cast(Callable[..., Any], plain)
-    return None if capture is None else capture.instead(tx.f_globals.get("__name__", ""), function)
+    return None if capture is None else capture.instead(tx.f_globals.get("__name__", ""), function, first)
 
 
 def _answered(predicate: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
