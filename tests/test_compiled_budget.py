@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import remat
 from remat._torch.inductor import chosen_decompositions, compiling_with
@@ -28,7 +29,7 @@ from remat.chunking.heads import find_heads
 from remat.chunking.withheld import LogitsWithheld
 from remat.compiled import partitioner
 from remat.compiled.asked import CompileArguments
-from remat.compiled.joint import Joint, Value
+from remat.compiled.joint import Joint, Value, joint_of
 from remat.compiled.losses import in_chunks
 from remat.compiled.outside import Outside, outside_of
 from remat.compiled.partitioner import BudgetPartitioner, Cut, Search
@@ -37,6 +38,7 @@ from remat.compiled.program import Choice, CompiledBytes, Solved, judged, solve
 from remat.costing.device_allocator import measure_peak
 from remat.errors import NoPlanInTime, UsageError
 from remat.evaluation.graph import OpKind
+from remat.workload.target import TARGETS
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo", "one_thread"), pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)]
@@ -561,6 +563,26 @@ def test_backward_decides_as_forward_did(
     assert found and {(value.can_save, value.can_remake) for value in found} == {(can_save, can_remake)}
 
 
+def test_what_a_late_kernel_sums_and_scatters_stays_until_then() -> None:
+    """As gradients of a bias that all layers share: Inductor sums each within the kernel that adds them up."""
+
+    def step(x: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        kept = x @ x
+        first = kept @ kept
+        of_first = first.sum(0)
+        second = first @ kept
+        of_second = second.sum(0)
+        third = second @ kept
+        scattered = torch.zeros(64).index_put((index,), of_first + of_second, True)
+        return kept, scattered + third.sum(0)
+
+    graph = make_fx(step, tracing_mode="fake")(torch.randn(64, 64), torch.zeros(64, dtype=torch.int64)).graph
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    joint = joint_of(graph, lambda node: node in calls[1:], TARGETS["h100-80gb"])
+    matrix, row = 64 * 64 * 4, 64 * 4
+    assert joint.own_bytes[1:] == (matrix, 2 * matrix, 3 * matrix, 3 * matrix + row)
+
+
 # Peaks of calls
 
 
@@ -592,6 +614,18 @@ def test_a_call_that_the_compiler_moved_keeps_its_name() -> None:
     tracker = SimpleNamespace(kinds=dict(enumerate(kinds)), op_kinds=[0, 1, 0, 2, 3, 0])
     found = by_call(tracker, np.array([1, 5, 9, 2, 3, 4]), 0, graph)  # type: ignore[arg-type]
     assert list(found.items()) == [("", 0), ("b", 9), ("a", 4)]  # each with what was made for it
+
+
+def test_a_call_that_writes_to_a_buffer_of_before_begins_with_itself() -> None:
+    """Nothing is made for it: the operator before is another call, whose bytes would be its own."""
+    graph = fx.Graph()
+    given = graph.placeholder("given")
+    given.meta["val"] = torch.empty(8, 2)
+    graph.create_node("call_function", torch.ops.aten.mm.default, (given, given), name="a")
+    tensor = {"tensor": [[8, 2], [2, 1], "float32"]}
+    kinds = [OpKind(name, [[tensor, tensor], {}], 1, 0, "float32") for name in ("aten.bmm.default", "aten.mm.out")]
+    tracker = SimpleNamespace(kinds=dict(enumerate(kinds)), op_kinds=[0, 1])
+    assert by_call(tracker, np.array([9, 5]), 0, graph) == {"": 9, "a": 5}  # type: ignore[arg-type]
 
 
 @pytest.mark.exhaustive

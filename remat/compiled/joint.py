@@ -23,6 +23,11 @@ Rule 6  Backward decides as forward did. Where kernels fuse, a 16-bit value is r
 Rule 7  Inductor reorders kernels for the least peak. So a call of backward that no other waits for, the gradient of a
         weight, runs as soon as it can where it makes no more than it reads of the forward: that is let go of then.
 
+Rule 8  Inductor makes a sum of a library's result in the kernel that reads the sum, if both loop alike. So the result
+        stays until then: gradients of a bias that all layers share, one a layer. Scattered values have a storage of
+        their own. A value that a library reads through a view that repeats it is saved: made again, it would be stored
+        as often.
+
 Sizes that are open have the values that the first batch gave them.
 """
 
@@ -172,12 +177,12 @@ class _Builder:
         """Return whether a node's value has a storage, whatever reads it."""
         is_result = not self.results.isdisjoint(_views(node))
         is_library = _is_of_library(node) or any(map(calls_library, _readers(node)))
-        return is_result or is_library or _is_drawn(node) or torch.Tag.reduction in getattr(node.target, "tags", ())
+        return is_result or is_library or _is_drawn(node) or _reduces(node) or _scatters(node)
 
     def _read_by(self) -> dict[fx.Node, set[fx.Node]]:
         """Return the nodes of backward that read what a node makes.
 
-        A result of backward that is inlined is not there: its readers read what it is made of.
+        A result of backward that is inlined or waits is not there: its readers read what it is made of.
         """
         sources: dict[fx.Node, set[fx.Node]] = {}
         found = defaultdict[fx.Node, set[fx.Node]](set)
@@ -185,12 +190,20 @@ class _Builder:
             if node.op != "call_function" or _is_view(node):
                 continue
             read = _made_of(node, sources)
-            if node in self.inlined:
+            if node in self.inlined or self._waits(node):
                 sources[node] = read
                 continue
             for base in read:
                 found[base].add(node)
         return found
+
+    def _waits(self, node: fx.Node) -> bool:
+        """Return whether a sum of a library's result is made in its readers' kernel, and waits for it. (Rule 8)"""
+        size, readers = _elements(node), _readers(node)
+        is_within = self.results.isdisjoint(_views(node)) and all(
+            _elements(reader) == size and not calls_library(reader) for reader in readers
+        )
+        return is_within and bool(readers) and _reduces(node) and all(map(_is_of_library, node.all_input_nodes))
 
     def _value(self, node: fx.Node) -> Value:
         readers = _readers(node)
@@ -204,10 +217,10 @@ class _Builder:
         is_read_by_library = any(map(calls_library, readers))
         is_inlined = node in self.inlined
         is_materialized = _is_of_library(node) or is_read_by_library or _is_drawn(node) or len(set(stages)) > 1
-        is_materialized &= not is_inlined
+        is_materialized = (is_materialized or _scatters(node)) and not is_inlined
         inputs = {self.position[base] for base in map(_base, node.all_input_nodes) if base in self.position}
         policy = policy_of(node)
-        can_remake = policy == "recompute" or (policy != "save" and self._may_run_again(node))
+        can_remake = policy == "recompute" or (policy != "save" and self._may_run_again(node) and not _is_widened(node))
         return Value(
             name=node.name,
             size_bytes=size,
@@ -317,6 +330,27 @@ def _is_view(node: fx.Node) -> bool:
 def _is_of_library(node: fx.Node) -> bool:
     """Return whether a library's kernel makes a node's value."""
     return calls_library(node.all_input_nodes[0] if node.target is operator.getitem else node)
+
+
+def _reduces(node: fx.Node) -> bool:
+    return torch.Tag.reduction in getattr(node.target, "tags", ())
+
+
+def _scatters(node: fx.Node) -> bool:
+    """Return whether a kernel writes a node's value where an index says. (Rule 8)"""
+    name = _named(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""
+    return name.startswith("scatter") or "index_put" in name
+
+
+def _is_widened(node: fx.Node) -> bool:
+    """Return whether a library reads a view that repeats a value. (Rule 8)"""
+    size = _elements(node)
+    return any(_elements(view) > size and any(map(calls_library, view.users)) for view in _views(node))
+
+
+def _elements(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return hinted(value.numel()) if isinstance(value, Tensor) else -1
 
 
 def _is_made(node: fx.Node) -> bool:

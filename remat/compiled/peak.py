@@ -101,8 +101,8 @@ def by_call(tracker: Tracker, alive: np.ndarray, begin: int, graph: fx.Graph) ->
             continue
         sizes = [arg["tensor"][0] for arg in kind.signature[0] if isinstance(arg, dict) and "tensor" in arg]
         if names := waiting.get(_call(kind.name.rpartition(".")[0], sizes)):
-            is_given = kind.name.endswith(".out")  # what it writes to was made right before
-            starts[names.popleft()] = max(op - is_given, begin)
+            made = kinds[tracker.op_kinds[op - 1]].name if op > begin else ""
+            starts[names.popleft()] = op - (kind.name.endswith(".out") and made.startswith("aten.empty"))  # its result
     ends = [*starts.values(), len(alive)][1:]
     return {name: int(alive[start:end].max(initial=0)) for (name, start), end in zip(starts.items(), ends, strict=True)}
 
