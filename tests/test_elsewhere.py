@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import queue
 import warnings
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from remat.capture.anchors import identity_of
 from remat.capture.nodes import called, captured_nodes
 from remat.costing.planning_device import find_planning_device
 from remat.errors import CaptureError
+from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
 from remat.evaluation.identity import canonical
 from remat.fusion.casts import with_casts
@@ -283,3 +285,52 @@ def test_a_capture_by_name_is_that_on_the_device(function: Callable[[Tensor], Te
     for autocast in (None, torch.bfloat16):
         by_name, at_hand = (identity_of(captured(function, target, autocast)) for target in (H100, "cuda"))
         assert by_name == at_hand
+
+
+# Code that is not traced
+
+
+def attended(x: Tensor) -> Tensor:
+    heads = x.view(4, 64, 4, 32).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1).square().mean()
+
+
+OWN_LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "widened": lambda x: F.layer_norm(x.softmax(-1), (128,)).pow(2).exp().mean(),
+    "entropy": lambda x: (F.softmax(x, -1) * F.log_softmax(x, -1)).sum(-1).mean(),
+    "attention": attended,
+}
+
+
+class Scores(nn.Module):
+    def __init__(self, loss: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.linear, self.loss = nn.Linear(64, 128), loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.linear(x))
+
+
+@pytest.mark.parametrize("own", OWN_LOSSES)
+def test_code_of_the_step_and_between_graphs_has_the_kernels_of_the_device(own: str) -> None:
+    """It needs what the same code needs in a captured graph, whose nodes have them."""
+    loss = OWN_LOSSES[own]
+    apart = torch.compiler.disable(lambda x: loss(x))
+    at: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+        "in the model": (loss, lambda x: x),
+        "in the step": (lambda x: x, loss),
+        "between graphs": (apart, lambda x: x),
+    }
+    peaks = {}
+    for where, (within, behind) in at.items():
+        step = Workload(
+            "scores",
+            functools.partial(Scores, within),
+            lambda size, _: torch.randn(size, 64),
+            lambda model, batch, behind=behind: behind(model(batch)),  # type: ignore[misc]
+            batch_size=256,
+            autocast=torch.bfloat16,
+        )
+        graph = record(fake_step(step, find_planning_device(H100)), alignment_bytes=1)
+        peaks[where] = Memory(graph).peak_without_regions
+    assert set(peaks.values()) == {peaks["in the model"]}

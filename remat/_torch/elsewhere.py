@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 from unittest import mock
 
@@ -50,7 +50,10 @@ Find = Callable[[Any], OtherDevice | None]  # from Dynamo's `OutputGraph`, of wh
 @contextlib.contextmanager
 def traced_elsewhere(find: Find) -> Iterator[None]:
     """Trace for the device that `find` returns for a trace, while the context is open."""
-    patches = (_devices_of_tensors, _devices_in_graphs, _questions_to_torch, _autocast_regions, _values_of_nodes)
+    patches = (
+        *(_devices_of_tensors, _devices_in_graphs, _questions_to_torch, _autocast_regions, _values_of_nodes),
+        _modes_untraced,
+    )
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch(find))
@@ -198,6 +201,19 @@ def autocast_elsewhere(
         return leave(self, *error)
 
     with mock.patch.multiple(torch.autocast, __init__=begin_here, __enter__=enter_here, __exit__=leave_here):
+        yield
+
+
+@contextlib.contextmanager
+def _modes_untraced(find: Find) -> Iterator[None]:
+    """Let Dynamo follow into no function mode that is for untraced code; its guards see the mode still."""
+    state = internal("_dynamo.variables.torch_function.SymbolicTorchFunctionState", _PURPOSE)
+    original = state.__init__
+
+    def begin(self: Any, modes: Iterable[Any], *rest: Any, **more: Any) -> None:
+        original(self, [mode for mode in modes if not getattr(mode, "is_untraced", False)], *rest, **more)
+
+    with mock.patch.object(state, "__init__", begin):
         yield
 
 

@@ -155,7 +155,13 @@ class _Inside(TorchFunctionMode):
 
 
 class UntracedForward(TorchFunctionMode):
-    """Applies the table to an untraced forward, whose autocast is what `torch.autocast("cpu", ...)` says."""
+    """Applies the table to untraced code, whose autocast is what `torch.autocast("cpu", ...)` says.
+
+    is_paused  set while a captured graph runs: its nodes have the table's functions
+    """
+
+    is_untraced = True  # by Dynamo, which would follow into it
+    is_paused = False
 
     def __init__(self, *, cudnn_attention: CudnnAttention | None = None) -> None:
         super().__init__()
@@ -163,7 +169,7 @@ class UntracedForward(TorchFunctionMode):
 
     def __torch_function__(self, func: Call, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        if not _differs(func, autocast):
+        if self.is_paused or not _differs(func, autocast):
             return func(*args, **(kwargs or {}))
         with torch.autocast("cpu", enabled=False):
             return run(func, Device(autocast, self.cudnn_attention), args, kwargs or {})

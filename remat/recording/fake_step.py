@@ -52,7 +52,7 @@ from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
 from remat.recording.remedies import describe, line_of
 from remat.recording.repeated_step import RepeatedStep
-from remat.recording.sequences import recurrent_layers_under, sequences_of_known_lengths
+from remat.recording.sequences import sequences_of_known_lengths
 from remat.recording.sources import Sources
 from remat.recording.traced_forwards import ParametersSeen, TracedForwards, outermost_calls
 from remat.recording.tracked_copies import TrackedStateCopies
@@ -174,6 +174,7 @@ class FakeStep:
         self._views = ViewHistories()
         self._elsewhere = elsewhere
         self.eager_context = contextlib.nullcontext if elsewhere is None else elsewhere.kernels
+        self._outside: Any = None  # the kernels of untraced code, while a forward runs
         self.known = KnownValues()
         self.model, self.shared = fake_model(workload.build, self.mode, device, workload.step)
         if modules_under_plans(self.model):
@@ -256,7 +257,6 @@ class FakeStep:
             grouped_products(),
             kernels_on_fakes(),
             sequences_of_known_lengths(),
-            recurrent_layers_under(self._elsewhere.kernels if self._elsewhere else contextlib.nullcontext),
             tracebacks_unwritten(),
         ):
             yield
@@ -437,7 +437,7 @@ class FakeStep:
         """Enter the context of captured graphs: substituted kernels do their own casts."""
         substituted = self._recompute_context is not None
         autocast = torch.autocast(self.device.type, enabled=False) if substituted else contextlib.nullcontext()
-        with autocast, self._views:
+        with autocast, self._outside_paused(), self._views:
             yield
 
     def chunked_loss(self, call: int, name: str) -> ChunkedLoss:
@@ -502,6 +502,7 @@ class FakeStep:
                 references_run_by(self._run_reference),
                 self._states_seen(),
                 self._appended.emptied(),
+                self._outside_kernels(),
             ):
                 loss = self._loss()
         except RematError:
@@ -662,8 +663,32 @@ class FakeStep:
     @contextlib.contextmanager
     def _untraced(self, masks: Masks) -> Iterator[None]:
         """Enter the context of an untraced forward on a batch of `masks`."""
-        with self.eager_context(), self._views, eager_attention_masks(masks):
+        with self._outside_kernels(), self._views, eager_attention_masks(masks):
             yield
+
+    @contextlib.contextmanager
+    def _outside_kernels(self) -> Iterator[None]:
+        """Run code that is not traced with the device's kernels: the step's own, and what is between two graphs."""
+        if self._outside is not None:
+            yield
+            return
+        with self.eager_context() as self._outside:
+            try:
+                yield
+            finally:
+                self._outside = None
+
+    @contextlib.contextmanager
+    def _outside_paused(self) -> Iterator[None]:
+        """Run a captured graph, whose nodes have the device's kernels."""
+        if self._outside is None:
+            yield
+            return
+        before, self._outside.is_paused = self._outside.is_paused, True
+        try:
+            yield
+        finally:
+            self._outside.is_paused = before
 
     def warm_up(self, alignment_bytes: int = 1) -> tuple[int, Tracker]:
         """Capture, and bring the optimizer and the gradients to their steady state.

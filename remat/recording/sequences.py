@@ -11,7 +11,6 @@ Dynamo breaks its graph at each of these functions, in training as while plannin
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -34,8 +33,6 @@ _pack = _VF._pack_padded_sequence
 _invert: Any = rnn.invert_permutation
 _ctc_loss: Callable[..., torch.Tensor] = torch.ctc_loss
 _NONE, _MEAN = 0, 1  # at::Reduction
-Kernels = Callable[[], contextlib.AbstractContextManager[Any]]
-_kernels = contextvars.ContextVar[Kernels]("kernels of recurrent layers", default=contextlib.nullcontext)
 
 
 class LengthsNotKnown(CaptureError, DynamicOutputShapeException):
@@ -183,20 +180,9 @@ def _recurrent(name: str) -> Callable[..., Any]:
         if isinstance(state, FakeTensor) and not state.is_floating_point():
             with without_modes():
                 state = torch.tensor(_numbers(state, f"`{name}` of packed sequences"))
-        with _kernels.get()():
-            return original(data, state, *rest)
+        return original(data, state, *rest)
 
     return _on_fakes(original, layer)
-
-
-@contextlib.contextmanager
-def recurrent_layers_under(kernels: Kernels) -> Iterator[None]:
-    """Run recurrent layers outside of graphs in the context `kernels`, which knows those of another device."""
-    token = _kernels.set(kernels)
-    try:
-        yield
-    finally:
-        _kernels.reset(token)
 
 
 @contextlib.contextmanager
