@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from remat.capture.anchors import identity_of
 from remat.capture.nodes import called, captured_nodes
@@ -311,6 +312,19 @@ class Scores(nn.Module):
         return self.loss(self.linear(x))
 
 
+def recorded(within: Callable[[Tensor], Tensor], behind: Callable[[Tensor], Tensor]) -> Graph:
+    """Record a step under bfloat16 whose model ends with `within`, and which itself ends with `behind`."""
+    step = Workload(
+        "scores",
+        functools.partial(Scores, within),
+        lambda size, _: torch.randn(size, 64),
+        lambda model, batch: behind(model(batch)),
+        batch_size=256,
+        autocast=torch.bfloat16,
+    )
+    return record(fake_step(step, find_planning_device(H100)), alignment_bytes=1)
+
+
 @pytest.mark.parametrize("own", OWN_LOSSES)
 def test_code_of_the_step_and_between_graphs_has_the_kernels_of_the_device(own: str) -> None:
     """It needs what the same code needs in a captured graph, whose nodes have them."""
@@ -323,14 +337,25 @@ def test_code_of_the_step_and_between_graphs_has_the_kernels_of_the_device(own: 
     }
     peaks = {}
     for where, (within, behind) in at.items():
-        step = Workload(
-            "scores",
-            functools.partial(Scores, within),
-            lambda size, _: torch.randn(size, 64),
-            lambda model, batch, behind=behind: behind(model(batch)),  # type: ignore[misc]
-            batch_size=256,
-            autocast=torch.bfloat16,
-        )
-        graph = record(fake_step(step, find_planning_device(H100)), alignment_bytes=1)
-        peaks[where] = Memory(graph).peak_without_regions
+        peaks[where] = Memory(recorded(within, behind)).peak_without_regions
     assert set(peaks.values()) == {peaks["in the model"]}
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_what_a_step_recomputes_by_itself_has_the_kernels_of_its_forward(is_reentrant: bool) -> None:
+    again = functools.partial(checkpoint, OWN_LOSSES["widened"], use_reentrant=is_reentrant)
+    graph = recorded(lambda x: x, again)
+    norms = [op for op, kind in enumerate(graph.op_kind) if graph.kinds[kind].name == "aten.native_layer_norm.default"]
+    first, second = norms
+    assert first < graph.forward_end < second
+    assert graph.op_kind[first] == graph.op_kind[second]
+
+
+def test_hooks_of_a_step_have_the_kernels_of_the_device() -> None:
+    def hooked(x: Tensor) -> Tensor:
+        x.register_hook(lambda gradient: F.dropout(gradient, 0.1))
+        return x.square().mean()
+
+    graph = recorded(lambda x: x, hooked)
+    in_backward = {graph.kinds[kind].name for kind in graph.op_kind[graph.forward_end :]}
+    assert "aten.native_dropout.default" in in_backward

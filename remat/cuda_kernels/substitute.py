@@ -169,11 +169,16 @@ class UntracedForward(TorchFunctionMode):
 
     def __torch_function__(self, func: Call, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        if func in _BACKWARDS and not self.is_paused:
+            with self:
+                return _without_overrides(func)(*args, **(kwargs or {}))
         if self.is_paused or not _differs(func, autocast):
             return func(*args, **(kwargs or {}))
         with torch.autocast("cpu", enabled=False):
             return run(func, Device(autocast, self.cudnn_attention), args, kwargs or {})
 
+
+_BACKWARDS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)  # which run code of the step
 
 # Finding and replacing calls
 

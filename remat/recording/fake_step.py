@@ -174,7 +174,7 @@ class FakeStep:
         self._views = ViewHistories()
         self._elsewhere = elsewhere
         self.eager_context = contextlib.nullcontext if elsewhere is None else elsewhere.kernels
-        self._outside: Any = None  # the kernels of untraced code, while a forward runs
+        self._outside: Any = None  # the kernels of untraced code, while a forward or a backward runs
         self.known = KnownValues()
         self.model, self.shared = fake_model(workload.build, self.mode, device, workload.step)
         if modules_under_plans(self.model):
@@ -465,19 +465,19 @@ class FakeStep:
     @contextlib.contextmanager
     def recompute_context(self) -> Iterator[None]:
         """Enter the context of recomputations."""
-        with (self._recompute_context or contextlib.nullcontext)(), self._views:
+        with (self._recompute_context or contextlib.nullcontext)(), self._outside_paused(), self._views:
             yield
 
     @contextlib.contextmanager
     def _forward_context(self) -> Iterator[None]:
-        """Enter autocast, which models may query while they are traced, with the emulated cache of casts.
-
-        A step may enter autocast itself, also that of a device that is not at hand.
-        """
-        around = self._recompute_context or contextlib.nullcontext
-        there = autocast_elsewhere(self._elsewhere, around) if self._elsewhere else contextlib.nullcontext()
-        with there, autocast_context(self.device, self.workload.autocast):
+        """Enter autocast, which models may query while they are traced, with the emulated cache of casts."""
+        with self._own_autocast(), autocast_context(self.device, self.workload.autocast):
             yield
+
+    def _own_autocast(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which a step may enter autocast itself, also that of a device that is not at hand."""
+        around = self._recompute_context or contextlib.nullcontext
+        return autocast_elsewhere(self._elsewhere, around) if self._elsewhere else contextlib.nullcontext()
 
     def _made_batch(self) -> Any:
         try:
@@ -528,10 +528,11 @@ class FakeStep:
             self.finish.stepping.around = functools.partial(self._stepping, tracker)
         self._in_backward = True
         try:
-            if self.deferred is None:
-                loss.backward()
-            else:
-                self.deferred.go_on()
+            with self._own_autocast(), self._outside_kernels():
+                if self.deferred is None:
+                    loss.backward()
+                else:
+                    self.deferred.go_on()
         except RematError:
             raise
         except Exception as error:
@@ -668,7 +669,10 @@ class FakeStep:
 
     @contextlib.contextmanager
     def _outside_kernels(self) -> Iterator[None]:
-        """Run code that is not traced with the device's kernels: the step's own, and what is between two graphs."""
+        """Run code that is not traced with the device's kernels: the step's own, and what is between two graphs.
+
+        In backward these are hooks, functions with a backward of their own, and checkpoints of the step's own.
+        """
         if self._outside is not None:
             yield
             return
