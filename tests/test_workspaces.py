@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -97,8 +99,19 @@ def test_backward_of_a_recurrent_cell_takes_what_the_sums_of_its_biases_take(
     assert workspace_bytes(backward(False), H100) == 0
 
 
+def test_partial_results_of_a_variance_are_four_numbers_each() -> None:
+    """Mean, sum of squares and two counts; a thread loads two neighbours in place of four."""
+    for name in ("std", "std_mean", "var", "var_mean"):
+        kind = OpKind(f"aten.{name}.correction", [[tensor(4096, 1024), [0]], {"correction": 1}], 0, 0, "")
+        assert workspace_bytes(kind, H100) == 64 * 1024 * 128 * 16 + 8 * 4
+
+
 @pytest.mark.cuda
-def test_sums_allocate_by_formula() -> None:
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("sum.dim_IntList", torch.sum), ("var.correction", functools.partial(torch.var, correction=0))],
+)
+def test_reductions_allocate_by_formula(name: str, function: Callable[..., torch.Tensor]) -> None:
     draw, target, found = random.Random(0), find_planning_device(H100.name).target, 0
     extents = (1, 2, 3, 5, 8, 16, 50, 64, 100, 128, 197, 512, 768, 1000, 1024, 4096)
     for _ in range(300):
@@ -110,10 +123,10 @@ def test_sums_allocate_by_formula() -> None:
         x = torch.empty(shape, device="cuda", dtype=dtype).permute(*draw.sample(range(rank), rank))
         dims = draw.sample(range(rank), draw.randint(1, rank))
         given = tensor(*x.shape, dtype=str(dtype).removeprefix("torch."), stride=x.stride())
-        kind = OpKind("aten.sum.dim_IntList", [[given, dims], {}], 0, 0, "")
+        kind = OpKind(f"aten.{name}", [[given, dims], {}], 0, 0, "")
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-        y = x.sum(dims)
+        y = function(x, dims)
         rise = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
         assert rise - y.nbytes == workspace_bytes(kind, target), (shape, x.stride(), dtype, dims)
         found += rise > y.nbytes

@@ -34,6 +34,7 @@ class Reduction:
     item_bytes    bytes of one number of the tensor
     sum_bytes     bytes of one number while adding up
     result_bytes  bytes of one number of the result: 2 GiB or more are added up part by part, in `sum_bytes`
+    vector        numbers that a thread loads at once where neighbours are added up
     """
 
     shape: Sequence[int]
@@ -42,6 +43,7 @@ class Reduction:
     item_bytes: int
     sum_bytes: int
     result_bytes: int
+    vector: int = _VECTOR
 
     def workspace_bytes(self, target: Target) -> int:
         """Return the bytes that its kernel allocates beside its result, on a CUDA target."""
@@ -72,7 +74,7 @@ class Reduction:
         width, height = (inputs, outputs) if along else (outputs, inputs)
         vector = 1
         if along and reduced and reduced[0][1] == 1 and width >= 128 and len(reduced) == 1:
-            width //= _VECTOR
+            width //= self.vector
         elif not along and kept[0][1] == 1:
             vector = math.gcd(_VECTOR, kept[0][0], *(stride for _, stride in (*reduced, *kept[1:])))
             width //= vector

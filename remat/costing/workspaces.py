@@ -217,6 +217,20 @@ def reduction(kind: OpKind, target: Target) -> int:
     return Reduction(shape, stride, dims, *sizes).workspace_bytes(target)
 
 
+def variance(kind: OpKind, target: Target) -> int:
+    """Return the bytes of a variance's partial results, which are `WelfordData` (`native/SharedReduceOps.h`).
+
+    That is a mean, a sum of squares, and two counts. Threads load two numbers at once: `std_var_kernel_impl` in
+    cuda/ReduceMomentKernel.cu.
+    """
+    shape, stride, dtype = kind.signature[0][0]["tensor"]
+    if dtype not in _SUM_BYTES:
+        return 0
+    dims = next((arg for arg in kind.signature[0][1:] if isinstance(arg, list)), ())
+    sizes = ITEM_BYTES[dtype], 4 * _SUM_BYTES[dtype], ITEM_BYTES[dtype]
+    return Reduction(shape, stride, dims, *sizes, vector=2).workspace_bytes(target)
+
+
 def layer_norm_backward(kind: OpKind, target: Target) -> int:
     """Return the bytes of weight and bias gradients by blocks of rows, if rows are many, and of their sum.
 
@@ -327,6 +341,7 @@ FORMULAS: dict[str, Callable[[OpKind, Target], int]] = {
     "aten.huber_loss.default": _of_first(1),
     "aten.sum.default": reduction,
     "aten.sum.dim_IntList": reduction,
+    **{f"aten.{name}.correction": variance for name in ("std", "std_mean", "var", "var_mean")},
 }
 
 MEASURED_ONLY = ("convolution", "cudnn_convolution", "miopen_convolution", "_cudnn_rnn", "mkldnn_rnn")
