@@ -412,6 +412,30 @@ def test_cross_entropy_upcasts_between_log_softmax_and_loss() -> None:
     assert bytes_of(saved) == 6 * 10 * 2 + 6 * 10 * 4 + 6 * 8 + 4  # both dtypes, targets, total weight
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("shape", [(6, 10), (10,), (6, 10, 4)])
+@pytest.mark.parametrize("of_probabilities", [False, True])
+def test_cross_entropy_under_autocast_runs_the_operators_of_its_source(
+    reduction: str, is_weighted: bool, label_smoothing: float, shape: tuple[int, ...], of_probabilities: bool
+) -> None:
+    """Between them are casts alone: torch itself takes the loss apart where autocast is off."""
+    classes = shape[:1] if len(shape) == 1 else shape[:1] + shape[2:]
+    labels = torch.zeros(() if len(shape) == 1 else classes, dtype=torch.long)
+    given = (leaf(*shape, dtype=BF16), torch.ones(shape) if of_probabilities else labels)
+    weight = torch.ones(10, dtype=BF16) if is_weighted else None  # in the dtype of the logits, for the source's sake
+
+    def run(autocast: torch.dtype | None) -> tuple[torch.dtype, list[str]]:
+        output, forward, *_ = on_cuda(
+            F.cross_entropy, *given, weight, reduction=reduction, label_smoothing=label_smoothing, autocast=autocast
+        )
+        assert "aten._to_copy" not in forward[: forward.index("aten._log_softmax")]  # of the logits
+        return output.dtype, [name for name in forward if name != "aten._to_copy"]
+
+    assert run(BF16) == (FP32, run(None)[1])
+
+
 def test_autocast_regions_inside_the_graph() -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")

@@ -9,7 +9,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 import remat.cuda_kernels.stand_ins  # noqa: F401  its definitions are called through torch.ops
-from remat._torch.recording import memory_format_of, nll_loss_nd
+from remat._torch.recording import memory_format_of
 from remat._torch.training import in_lean_mode
 from remat.cuda_kernels.attention import attention, dropout
 from remat.cuda_kernels.autocast import (
@@ -25,6 +25,7 @@ from remat.cuda_kernels.autocast import (
     lower_precision,
     promote,
 )
+from remat.cuda_kernels.cross_entropy import cross_entropy
 from remat.errors import CaptureError
 
 RMS_NORM_IN_FLOAT32 = TorchVersion(torch.__version__) >= "2.12"  # on the list of ATen/autocast_mode.h since then
@@ -138,24 +139,6 @@ def rms_norm(
     if same_dtype and memory_format_of(input) == torch.contiguous_format and not input.is_complex():
         return torch.ops.remat._fused_rms_norm(input, len(normalized_shape), weight)[0]
     return function(input, normalized_shape, weight, eps)
-
-
-def cross_entropy(
-    device: Device, function: Call, input: Tensor, target: Tensor, weight: Tensor | None = None, *rest: Any
-) -> Tensor:
-    """Run cross-entropy by Rule 12. C++ asks log-softmax for the logits' dtype, which autocast respects.
-
-    `rest` is reduction, ignore_index, label_smoothing. Soft targets and label smoothing do not run `nll_loss` alone;
-    their sums are approximated by casting the logits.
-    """
-    if not device.autocast or not eligible(input) or input.dtype == torch.float32:
-        return function(input, target, weight, *rest)
-    label_smoothing = rest[2] if len(rest) > 2 else 0.0
-    if input.shape == target.shape or label_smoothing > 0:
-        return function(*cast((input, target, weight), torch.float32), *rest)
-    logs = torch.log_softmax(input, 0 if input.dim() == 1 else 1, input.dtype)
-    logs, weight = cast((logs, weight), torch.float32)
-    return nll_loss_nd(logs, target, weight, *rest[:2])
 
 
 def histc(device: Device, function: Call, input: Tensor, bins: int = 100, *args: Any, **kwargs: Any) -> Tensor:

@@ -22,7 +22,7 @@ matter have a rule each. Rules are numbered:
   Rule 9   batch_norm       cuDNN's, if it takes these dtypes
   Rule 10  layer_norm       rule 2; statistics are float32, also for 16-bit inputs
   Rule 11  rms_norm         rule 2 from torch 2.12 on; one fused kernel, which saves the input and one number a row
-  Rule 12  cross_entropy    log-softmax in the dtype of the logits, then rule 2 for the loss
+  Rule 12  cross_entropy    log-softmax in the dtype of the logits, then rules 2 and 3 for the loss (`cross_entropy.py`)
   Rule 13  refuse           what is not modelled, by name
   Rule 14  histc            counts integers too, which the CPU refuses
   Rule 15  lstm, gru cells  rule 1; one fused kernel after two products without biases, which saves all it takes
