@@ -46,7 +46,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from remat._torch.dynamo import autocast_marks
-from remat._torch.recording import builtin_functions
+from remat._torch.recording import builtin_functions, untraced
 from remat.capture import nodes
 from remat.chunking.chunk import CHUNKED, ROWS
 from remat.chunking.chunked_loss import ChunkedLoss, as_given
@@ -167,6 +167,7 @@ class UntracedForward(TorchFunctionMode):
         super().__init__()
         self.cudnn_attention = cudnn_attention
 
+    @untraced
     def __torch_function__(self, func: Call, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         if func in _BACKWARDS and not self.is_paused:
