@@ -186,24 +186,37 @@ def test_a_mask_of_the_models_own_is_never_taken_for_ones(given: bool) -> None:
 
 
 class OwnOnes(nn.Module):
-    """Makes a mask of ones where none is given, as BLIP-2 and BART do, and may write into a view of it."""
+    """Makes a mask of ones where none is given, as BLIP-2 and BART do, and may write into a view or a copy of it."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, write: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.model, self.hidden = library.LlamaForCausalLM(config_of("llama")), hidden
+        self.model, self.write = library.LlamaForCausalLM(config_of("llama")), write
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        own = torch.ones_like(input_ids)
-        if self.hidden:
-            own[:, : self.hidden].zero_()
+        own = self.write(torch.ones_like(input_ids))
         return self.model(input_ids=input_ids, labels=labels, attention_mask=own, use_cache=False)
 
 
-@pytest.mark.parametrize("hidden", [0, 3], ids=["left-so", "written"])
-def test_a_mask_of_ones_that_the_model_makes_is_no_mask_until_it_is_written(hidden: int) -> None:
+def written(mask: torch.Tensor) -> torch.Tensor:
+    mask[:, :3].zero_()
+    return mask
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param(lambda mask: mask, id="left-so"),
+        pytest.param(written, id="written"),
+        pytest.param(lambda mask: written(mask.bool()), id="copy-written"),
+        pytest.param(lambda mask: (written(mask.data), mask)[1], id="data-written"),
+    ],
+)
+def test_a_mask_of_ones_that_the_model_makes_is_no_mask_until_it_is_written(
+    write: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return OwnOnes(hidden).train()
+        return OwnOnes(write).train()
 
     made = {name: value for name, value in batch_of("llama").items() if name != "attention_mask"}
     workload = Workload(

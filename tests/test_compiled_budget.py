@@ -563,7 +563,7 @@ def test_backward_decides_as_forward_did(
     assert found and {(value.can_save, value.can_remake) for value in found} == {(can_save, can_remake)}
 
 
-def test_what_a_late_kernel_sums_and_scatters_stays_until_then() -> None:
+def test_sums_and_scatters_of_a_late_kernel_keep_their_sources() -> None:
     """As gradients of a bias that all layers share: Inductor sums each within the kernel that adds them up."""
 
     def step(x: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from remat.capture.anchors import identity_of
@@ -359,3 +360,41 @@ def test_hooks_of_a_step_have_the_kernels_of_the_device() -> None:
     graph = recorded(lambda x: x, hooked)
     in_backward = {graph.kinds[kind].name for kind in graph.op_kind[graph.forward_end :]}
     assert "aten.native_dropout.default" in in_backward
+
+
+class Counting(TorchFunctionMode):
+    """Counts calls of torch's functions, and has a state that Dynamo reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 1
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {})) * self.step if func is torch.square else func(*args, **(kwargs or {}))
+
+
+class UnderAMode(nn.Module):
+    """Two graphs, the first of which ends under a mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with Counting():
+            x = torch.square(self.linear(x))
+            torch._dynamo.graph_break()
+            x = torch.square(x)
+        return self.linear(x).square().mean()
+
+
+@pytest.mark.parametrize("where", ["model", "step"])
+def test_function_modes_of_a_user_are_planned_as_before(where: str) -> None:
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        with Counting() if where == "step" else contextlib.nullcontext():
+            return model(batch)
+
+    build = UnderAMode if where == "model" else functools.partial(Scores, lambda x: torch.square(x).mean())
+    under = Workload("modes", build, lambda size, _: torch.randn(size, 64), step, batch_size=8)
+    here, there = (record(fake_step(under, find_planning_device(target))) for target in ("cpu", H100))
+    assert [node.op for node in here.nodes] == [node.op for node in there.nodes]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 from unittest import mock
 
@@ -206,15 +206,33 @@ def autocast_elsewhere(
 
 @contextlib.contextmanager
 def _modes_untraced(find: Find) -> Iterator[None]:
-    """Let Dynamo follow into no function mode that is for untraced code; its guards see the mode still."""
+    """Let Dynamo follow into no function mode that is for untraced code; its guards see the mode still.
+
+    Code of Dynamo's that puts the modes of a trace back leaves such a mode below them.
+    """
     state = internal("_dynamo.variables.torch_function.SymbolicTorchFunctionState", _PURPOSE)
-    original = state.__init__
+    utils = internal("_dynamo.utils", _PURPOSE)
+    begin, put = state.__init__, utils.set_torch_function_mode_stack
 
-    def begin(self: Any, modes: Iterable[Any], *rest: Any, **more: Any) -> None:
-        original(self, [mode for mode in modes if not getattr(mode, "is_untraced", False)], *rest, **more)
+    def begin_without(self: Any, py_stack: Iterable[Any], *rest: Any, **more: Any) -> None:
+        modes = list(py_stack)
+        begin(self, modes, *rest, **more)
+        kept = [traced for traced, mode in zip(self.mode_stack, modes, strict=True) if not _is_untraced(mode)]
+        self.mode_stack = type(self.mode_stack)(kept)
 
-    with mock.patch.object(state, "__init__", begin):
+    def put_above(modes: Sequence[Any]) -> None:
+        now = utils.get_torch_function_mode_stack()
+        put([*(mode for mode in now if _is_untraced(mode) and mode not in modes), *modes])
+
+    with (
+        mock.patch.object(state, "__init__", begin_without),
+        mock.patch.object(utils, "set_torch_function_mode_stack", put_above),
+    ):
         yield
+
+
+def _is_untraced(mode: Any) -> bool:
+    return getattr(mode, "is_untraced", False)
 
 
 @contextlib.contextmanager

@@ -49,6 +49,8 @@ _MAKE_FULL = {"full", "full_like", "new_full"}
 _PASS_ON = {"_to_copy", "clone", "detach", "alias", "view", "expand", "unsqueeze"}
 _ONES = {torch.ones, torch.ones_like, "new_ones"}
 _SAME_DATA = {"to", "view", "bool", "contiguous"}  # methods after which a mask of ones is one still
+_SAME_VALUES = _SAME_DATA - {"view"}  # which may read the bytes as another type
+_DATA = "_get_data_attr"  # as a trace calls `tensor.data`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,9 +208,17 @@ def _without_mask(original: Callable[..., bool]) -> Callable[..., bool]:
 
 def _made_of_ones(mask: fx.Node) -> bool:
     """Return whether a mask is one of ones because of how the graph makes it, and is not written into. (Rule 2)"""
-    while mask.op == "call_method" and mask.target in _SAME_DATA and isinstance(mask.args[0], fx.Node):
-        mask = mask.args[0]
-    return mask.target in _ONES and mask.meta["example_value"]._version == 0
+    while _is_unwritten(mask) and mask.op == "call_method" and mask.target in _SAME_VALUES:
+        mask = mask.args[0]  # type: ignore[assignment]
+    return _is_unwritten(mask) and mask.target in _ONES
+
+
+def _is_unwritten(node: fx.Node) -> bool:
+    """Return whether a node computes a tensor that nothing has written into, nor can through `.data`."""
+    made = node.meta.get("example_value")
+    if not (node.op in ("call_function", "call_method") and isinstance(made, torch.Tensor)):
+        return False
+    return made._version == 0 and _DATA not in (getattr(user.target, "__name__", "") for user in node.users)
 
 
 @torch.compiler.allow_in_graph

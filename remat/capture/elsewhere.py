@@ -6,8 +6,9 @@ device that is not at hand must be made from the graph that this device will tra
 capture, tensors say that they are on the device, and what a node makes has the dtype and the strides that its kernels
 give. The tensors themselves stay where they are: fake tensors on CUDA need a build of torch for CUDA.
 
-What runs between two graphs, and the step's own code around the model, is not traced. It runs with the device's kernels
-(`kernels`), and hears where the tensors are. What it makes on the device is made here (`recording/kept_here.py`).
+Code between two graphs, and the step's own around the model, is not traced. It runs with the device's kernels
+(`kernels`), in forward and in backward, and hears where the tensors are. Tensors that it makes on the device are made
+here (`recording/kept_here.py`).
 """
 
 from __future__ import annotations

@@ -220,7 +220,9 @@ class _Builder:
         is_materialized = (is_materialized or _scatters(node)) and not is_inlined
         inputs = {self.position[base] for base in map(_base, node.all_input_nodes) if base in self.position}
         policy = policy_of(node)
-        can_remake = policy == "recompute" or (policy != "save" and self._may_run_again(node) and not _is_widened(node))
+        can_remake = policy == "recompute" or (
+            policy != "save" and self._may_run_again(node) and not self._is_widened(node)
+        )
         return Value(
             name=node.name,
             size_bytes=size,
@@ -252,6 +254,12 @@ class _Builder:
         """Return whether a value is random numbers in 16 bits. (Rule 6)"""
         value = node.meta["val"]
         return node in self.random and value.is_floating_point() and value.itemsize < 4
+
+    def _is_widened(self, node: fx.Node) -> bool:
+        """Return whether a library reads a view that repeats a value that may be saved. (Rules 6 and 8)"""
+        size = _elements(node)
+        widened = any(_elements(view) > size and any(map(calls_library, view.users)) for view in _views(node))
+        return widened and not self._is_rounded(node)
 
     def _may_run_again(self, node: fx.Node) -> bool:
         """Return whether backward may make a value again. (Rules 5 and 6)"""
@@ -340,12 +348,6 @@ def _scatters(node: fx.Node) -> bool:
     """Return whether a kernel writes a node's value where an index says. (Rule 8)"""
     name = _named(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""
     return name.startswith("scatter") or "index_put" in name
-
-
-def _is_widened(node: fx.Node) -> bool:
-    """Return whether a library reads a view that repeats a value. (Rule 8)"""
-    size = _elements(node)
-    return any(_elements(view) > size and any(map(calls_library, view.users)) for view in _views(node))
 
 
 def _elements(node: fx.Node) -> int:

@@ -45,8 +45,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from remat._torch.dynamo import autocast_marks
-from remat._torch.recording import builtin_functions, untraced
+from remat._torch.dynamo import autocast_marks, not_begun_at
+from remat._torch.recording import builtin_functions
 from remat.capture import nodes
 from remat.chunking.chunk import CHUNKED, ROWS
 from remat.chunking.chunked_loss import ChunkedLoss, as_given
@@ -167,7 +167,7 @@ class UntracedForward(TorchFunctionMode):
         super().__init__()
         self.cudnn_attention = cudnn_attention
 
-    @untraced
+    @functools.partial(not_begun_at, nor_within=True)
     def __torch_function__(self, func: Call, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         if func in _BACKWARDS and not self.is_paused:

@@ -330,7 +330,7 @@ class FakeStep:
         """Enter the context of a loop's work between steps without gradients, under `tracker`; nothing is traced."""
         self.fix_state(tracker)
         self.calls.begin()
-        with self._on_fakes(), self.untraced(), self.eager_context(), torch.no_grad(), tracker:
+        with self._on_fakes(), self.untraced(), self._outside_kernels(), torch.no_grad(), tracker:
             yield
 
     def _calls_elsewhere(self) -> bool:
@@ -722,8 +722,10 @@ class FakeStep:
 
     def _forward_under(self, tracker: Tracker) -> torch.Tensor:
         tracker.inner_nodes = inner = InnerNodes()
-        loss = self.forward()
-        tracker.inner_nodes = None
+        try:
+            loss = self.forward()
+        finally:
+            tracker.inner_nodes = None
         if self._kernels_of != "cpu":
             inner.run_last(loss)
         return loss

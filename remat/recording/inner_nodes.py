@@ -22,17 +22,19 @@ class InnerNodes:
     """The numbers of the nodes that inner backwards of one forward make."""
 
     def __init__(self) -> None:
-        self._first = next_sequence_number()
+        self._first = self._next = next_sequence_number()
         self._numbers: set[int] = set()
 
     def note(self) -> None:
-        """Note the node that autograd has made last, if a backward runs."""
-        if autograd_node() is not None:
-            self._numbers.add(next_sequence_number() - 1)
+        """Note the nodes that autograd has made since this was last called, if a backward runs."""
+        made = range(self._next, next_sequence_number())
+        self._next = made.stop
+        if made and autograd_node() is not None:
+            self._numbers.update(made)
 
     def run_last(self, loss: torch.Tensor) -> None:
         """Let the backward of `loss` run these nodes as a device does."""
-        made = next_sequence_number() - self._first
+        made = self._next - self._first
         if not self._numbers or 2 * len(self._numbers) > made:
             return
         ahead: list[Any] = [loss.grad_fn]
