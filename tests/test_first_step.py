@@ -378,6 +378,29 @@ def test_it_costs_one_forward_and_once() -> None:
     assert len(untouched) == 1 and not forward.first_step._is_due(0)
 
 
+def test_the_check_leaves_autocasts_copies_of_weights_to_the_next_call() -> None:
+    """The calls of a step share them, and their gradients add up in 16 bits."""
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean() + model(2 * batch).square().mean()
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+
+    twice = Workload("twice", build, lambda n, _: torch.ones(n, 16), step, 32, autocast=torch.bfloat16)
+    graph = record(fake_step(twice, find_planning_device("cpu")))
+    plan = plan_by_hand(graph, every_block(graph))
+    batch, found = torch.randn(32, 16), []
+    for planned in (False, True):
+        model = apply(build(), plan) if planned else build()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = step(model, batch)
+        loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("off", [False, True])
 def test_it_is_turned_off_by_name(off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a planned step too; `test_trainers.py` and `test_frameworks.py` have the callbacks."""

@@ -25,6 +25,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -216,7 +217,7 @@ def _untouched(
     arguments, parameters = _Arguments(given), WrittenParameters(model)
     handles = [head.register_forward_pre_hook(note) for head in set(heads)]
     try:
-        with without_cache(model), under(), parameters:
+        with without_cache(model), under(), _casts_forgotten(), parameters:
             args, kwargs = arguments.copied()
             return _seen(model, forward(*args, **kwargs), rows, reached=torch.is_grad_enabled())
     except _HeadReached:
@@ -227,8 +228,19 @@ def _untouched(
         before.put_back()
         parameters.put_back()
         arguments.put_back()
-        torch.clear_autocast_cache()  # casts made without gradients have none
         _give_back()
+
+
+@contextlib.contextmanager
+def _casts_forgotten() -> Iterator[None]:
+    """Let autocast forget the casts made within, which no backward may use, and keep those that the step shares."""
+    enable, before = torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()
+    enable(False)
+    try:
+        with mock.patch.object(torch, "set_autocast_cache_enabled", lambda _: None):  # an autocast of the model's own
+            yield
+    finally:
+        enable(before)
 
 
 def _give_back() -> None:
