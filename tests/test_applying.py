@@ -444,6 +444,12 @@ def patched_forward(self: Transformer, ids: torch.Tensor, labels: torch.Tensor) 
     return Transformer.forward(self, ids, labels)
 
 
+def test_a_plan_holds_where_the_compiler_is_told_to_stay_away(planned: nn.Module) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        trained(TRANSFORMER, planned)
+    assert counts_of(planned).regions == 4
+
+
 @pytest.mark.exhaustive
 def test_a_trained_model_is_exported_for_evaluation(planned: nn.Module) -> None:
     ids, labels = batch_of(TRANSFORMER)

@@ -100,3 +100,20 @@ def test_a_layer_that_its_own_backward_runs_again_is_in_no_region_and_counted() 
         regions = tuple(CHOICES[choice](graph))
         alive = replay(step, plan_by_hand(graph, regions).regions) + graph.unseen_bytes
         assert Memory(graph).curve(regions).peak_bytes == alive.max(), choice
+
+
+def test_a_compiled_loss_of_the_step_is_planned_uncompiled() -> None:
+    def step(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return waves(model(batch[0]), 3).logsumexp(-1).mean()
+
+    def compiling(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        raise AssertionError("generated kernels have no memory to read while planning")
+
+    def compiled(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return torch.compile(loss, backend=compiling)(model(batch[0]))
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return waves(y, 3).logsumexp(-1).mean()
+
+    peaks = [Memory(recorded(workload(Stack, step=each))[1]).curve(()).peak_bytes for each in (step, compiled)]
+    assert peaks[0] == peaks[1]

@@ -236,6 +236,7 @@ class GraphCalls:
             grouped_products(),
             kernels_on_fakes(),
             opaque(self.answers.opaque if self.answers else ()),
+            torch.compiler.set_stance("default"),
             tracebacks_unwritten(),
             warnings.catch_warnings(),
         ):

@@ -671,12 +671,13 @@ class FakeStep:
     def _outside_kernels(self) -> Iterator[None]:
         """Run code that is not traced with the device's kernels: the step's own, and what is between two graphs.
 
-        In backward these are hooks, functions with a backward of their own, and checkpoints of the step's own.
+        In backward these are hooks, functions with a backward of their own, and checkpoints of the step's own. Compiled
+        functions among them run uncompiled: generated kernels would read memory that fake tensors do not have.
         """
         if self._outside is not None:
             yield
             return
-        with self.eager_context() as self._outside:
+        with torch.compiler.set_stance("force_eager"), self.eager_context() as self._outside:
             try:
                 yield
             finally:
