@@ -1,5 +1,5 @@
 // cuDNN. PyTorch's callers of it allocate results and hand cuDNN a graph; the card replaces the callers, allocates what
-// they allocate, and leaves the arithmetic to the CPU. cuDNN's workspaces and batch norm's reserve are not imitated.
+// they allocate, and leaves the arithmetic to the CPU. Workspaces of convolutions and batch norm's reserve are not imitated.
 #pragma once
 
 #include <algorithm>
@@ -193,6 +193,14 @@ inline std::optional<Replaced> cudnn_attention(const Operator& op, const Args& a
   return Replaced{{out, lse, Tensor(), Tensor(), q.size(2), k.size(2), seed, offset, Tensor()}, work};
 }
 
+/// Bytes that cudnn-frontend 1.23 adds to its engine's (`CompositeSDPABackwardNode`): a gradient of q to accumulate in
+/// and one sum a row, in float32. The gradients of grouped keys and values are made for every head, then summed.
+inline int64_t backward_workspace(const Tensor& q, const Tensor& k, const Tensor& v) {
+  const int64_t heads = q.size(0) * q.size(1);
+  const int64_t grouped = k.size(1) < q.size(1) ? heads * k.size(2) * (q.size(3) + v.size(3)) * q.itemsize() : 0;
+  return heads * q.size(2) * (q.size(3) + 1) * 4 + grouped;
+}
+
 inline std::optional<Replaced> cudnn_attention_backward(const Operator& op, const Args& args) {
   const Tensor grad = args[0].toTensor(), q = args[1].toTensor(), k = args[2].toTensor(), v = args[3].toTensor();
   const Tensor out = args[4].toTensor(), lse = args[5].toTensor();
@@ -202,6 +210,7 @@ inline std::optional<Replaced> cudnn_attention_backward(const Operator& op, cons
   // cuDNN wants the gradient laid out as the output; the copy is alive while it runs.
   const Tensor same = grad.strides() == out.strides() ? grad : laid_out_as(out, out.sizes().vec());
   const Tensor grad_q = at::empty_like(q), grad_k = at::empty_like(k), grad_v = at::empty_like(v);
+  const Tensor workspace = at::empty({backward_workspace(q, k, v)}, q.options().dtype(at::kByte));
   const auto work = [=, grad = host(grad), q = host(q), k = host(k), v = host(v), out = host(out), lse = host(lse),
                      grad_q = host(grad_q), grad_k = host(grad_k), grad_v = host(grad_v)]() mutable {
     if (form.dropout > 0) form.draw = {word(seed, 0), word(offset, 0)};
