@@ -101,13 +101,39 @@ def test_two_models_compiled_apart_are_told_that_neither_budget_knows_the_other(
         for _ in range(2):
             first(x).sum().backward()  # one after the other is as planned
             second(x).sum().backward()
+            for model in (first, second):
+                model.zero_grad()
             (first(x) + second(x)).sum().backward()  # a second warning would be an error here
+            for model in (first, second):
+                model.zero_grad()
 
     step(2 * of_one_run)
     with pytest.warns(UserWarning, match=r"models that were compiled apart have saved .* `outside=`") as caught:
         step(0)
     assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name] * len(caught)
     assert len(caught) == 1
+
+
+def test_gradients_that_are_there_as_a_forward_begins_are_told_once(of_one_run: int) -> None:
+    run = compiled(of_one_run)
+    with pytest.warns(UserWarning, match=r"gradients are there as a forward begins.*`accumulation=2`") as caught:
+        for _ in range(3):
+            run(batch()).sum().backward()
+    assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name]
+    torch._dynamo.reset()
+    run = compiled(2 * of_one_run)  # has room for them
+    for _ in range(2):
+        run(batch()).sum().backward()
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_batches_that_are_loaded_ahead_are_counted(batches: int, of_one_run: int) -> None:
+    step = CompiledStep()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "CompiledStep", lambda: step)
+        stepped(compiled("1GiB", batches=batches), 1)
+    (cut,) = step.cuts.values()
+    assert cut.peak_bytes - of_one_run == (batches - 1) * batch().nbytes
 
 
 class Broken(nn.Module):

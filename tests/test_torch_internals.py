@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 import torch
 from torch import fx
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils.checkpoint import checkpoint
 
@@ -778,6 +780,17 @@ def test_a_group_is_traced_and_compiled_and_its_results_keep_their_strides() -> 
     assert moved == [2 * given.nbytes]
 
 
+def test_values_that_are_kept_apart_have_kernels_of_their_own() -> None:
+    given, found = torch.randn(64, 64), []
+    for is_apart in (False, True):
+        graph = make_fx(lambda x: [x.mm(x).sum(0) + x.mm(x.mm(x)).sum(0)], tracing_mode="fake")(given)
+        inductor.keep_apart(graph, [node for node in graph.graph.nodes if is_apart and node.name.startswith("sum")])
+        _, (code,) = run_and_get_code(inductor.compiled, graph, [given])
+        found.append(re.findall(r"    (?:extern_kernels\.)?(mm|cpp_fused)\w*\(", code))
+        assert "remat" not in code
+    assert found == [["mm", "mm", "mm", "cpp_fused"], ["mm", "cpp_fused", "mm", "mm", "cpp_fused"]]
+
+
 def test_inductor_takes_a_mode_and_options() -> None:
     given = inductor.inductor_with(None, {"max_autotune": True})
     assert getattr(given, "compiler_name", None) == "inductor"
@@ -983,6 +996,7 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     "_inductor.virtualized.V": ("know what fused groups read and write", inductor.moved_by_loops),
     "_inductor.codecache.PyCodeCache": ("predict what Inductor allocates", inductor.hands_modules_over),
     "_inductor.utils.copy_misaligned_inputs": ("predict what Inductor allocates", inductor.all_aligned),
+    "_inductor.lowering.register_lowering": ("keep kernels apart", inductor._apart.__wrapped__),
     "_inductor.async_compile": ("predict what Inductor allocates", lambda: inductor.kernels_compiled_by(None)),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -185,6 +186,36 @@ def partition_saving(choose: Callable[[fx.Graph, Any, Callable[[float], list[fx.
         return found
 
     return partition
+
+
+def keep_apart(half: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
+    """Let Inductor make the values of `nodes` in kernels of their own, which it fuses with nothing."""
+    for node in nodes:
+        with half.graph.inserting_after(node):
+            apart = half.graph.call_function(_apart(), (node,))
+        apart.meta = dict(node.meta)
+        for user in [user for user in node.users if user is not apart]:
+            user.replace_input_with(node, apart)
+    half.recompile()
+
+
+@functools.cache
+def _apart() -> Any:
+    """Return an operator that is its argument, and that no generated code calls."""
+    purpose = "keep kernels apart"
+    lowers = internal("_inductor.lowering.register_lowering", purpose)
+    virtual = internal("_inductor.virtualized.V", purpose)
+    torch.library.define("remat::apart", "(Tensor x) -> Tensor")
+    torch.library.register_fake("remat::apart", torch.empty_like)
+    apart = torch.ops.remat.apart.default
+
+    @lowers(apart, type_promotion_kind=None)
+    def lower(x: Any) -> Any:
+        x.realize()
+        virtual.graph.no_fuse_buffer_names.add(x.get_name())
+        return x
+
+    return apart
 
 
 def policy_of(node: fx.Node) -> str | None:

@@ -28,6 +28,7 @@ class CompileArguments:
     budget: str | int
     optimizer: Any = torch.optim.AdamW
     accumulation: int = 1
+    batches: int = 1
     outside: str | int = 0
     uses: int = 1
     holds: Holds = "outputs"
@@ -39,7 +40,7 @@ class CompileArguments:
     def __post_init__(self) -> None:
         _bytes("budget", self.budget)
         _bytes("outside", self.outside)
-        for name in ("accumulation", "uses"):
+        for name in ("accumulation", "batches", "uses"):
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise UsageError(f"`{name}=` is a number of times, 1 or more, not {count!r}.")

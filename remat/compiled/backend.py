@@ -36,6 +36,7 @@ def compile(
     *,
     optimizer: Any = torch.optim.AdamW,
     accumulation: int = 1,
+    batches: int = 1,
     outside: str | int = 0,
     uses: int = 1,
     holds: Holds = "outputs",
@@ -54,10 +55,12 @@ def compile(
         optimizer: The optimizer that trains, several in a list, or what makes one of parameters, such as its class;
             None where none does.
         accumulation: Micro-batches per step. With more than one, gradients are alive while forward runs.
+        batches: How many are on the device at once: 2 where the loop loads the next one before backward ends.
         outside: Bytes to set aside for what runs beside the model, such as a loss that is not compiled.
         uses: How often a step runs what is compiled, such as one block of a model that has many. A step that runs it
             more often than its budget allows raises UsageError.
-        holds: All "outputs" of the model where the loop holds them while backward runs, or the "loss" alone.
+        holds: All "outputs" of the model where the loop holds them until the next forward returns, as in
+            `logits, loss = model(x, y)`, or the "loss" alone.
         numerics: "sums" allows a chunked loss: where the default compilation exceeds the budget, a large head and its
             loss run in chunks, and gradients of the head's weight are sums in another order. "bitwise" does not.
         on_larger: "warn" or "refuse" (raise PlanMismatch) a batch larger than the plan is for, where sizes are open.
@@ -75,7 +78,9 @@ def compile(
         >>> model = remat.compile(model, budget="20GiB", optimizer=optimizer)
     """
     of_inductor = dict(options.pop("options", None) or {})
-    asked = CompileArguments(budget, optimizer, accumulation, outside, uses, holds, numerics, on_larger, model, mode)
+    asked = CompileArguments(
+        budget, optimizer, accumulation, batches, outside, uses, holds, numerics, on_larger, model, mode
+    )
     _inductor(mode, of_inductor)
     given = of_inductor | {name: WeakArgument.of(getattr(asked, name)) for name in NAMES} | {"step": CompiledStep()}
     name_losses(model)
@@ -201,11 +206,12 @@ def _outside(asked: CompileArguments, example_inputs: Sequence[Any], step: Compi
     known = list(step.parameters)  # those that graphs before it were given among them
     if (model := around if asked.model is None else asked.model) is not None:
         known = [*model.parameters(), *model.buffers()]
+    step.note_batch(example_inputs, set(map(id, known)))
     return outside_of(
         example_inputs,
         asked.optimizer,
         model=[*known, *parameters_in(asked.optimizer)],
-        more=asked.outside_bytes + buckets,
+        more=asked.outside_bytes + buckets + (asked.batches - 1) * step.batch_bytes,
         kept=asked.accumulation > 1,
         holds_results=asked.holds == "outputs",
     )

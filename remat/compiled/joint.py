@@ -23,10 +23,10 @@ Rule 6  Backward decides as forward did. Where kernels fuse, a 16-bit value is r
 Rule 7  Inductor reorders kernels for the least peak. So a call of backward that no other waits for, the gradient of a
         weight, runs as soon as it can where it makes no more than it reads of the forward: that is let go of then.
 
-Rule 8  Inductor makes a sum of a library's result in the kernel that reads the sum, if both loop alike. So the result
-        stays until then: gradients of a bias that all layers share, one a layer. Scattered values have a storage of
-        their own. A value that a library reads through a view that repeats it is saved: made again, it would be stored
-        as often.
+Rule 8  A sum of a library's result has a kernel of its own: `late_sums` lists those that Inductor would make in the
+        kernel that reads them, so that the result would stay until then (gradients of a bias that all layers share, one
+        a layer). Scattered values have a storage of their own. A value that a library reads through a view that repeats
+        it is saved: made again, it would be stored as often.
 
 Sizes that are open have the values that the first batch gave them.
 """
@@ -123,6 +123,21 @@ def joint_of(graph: fx.Graph, is_backward: Callable[[fx.Node], bool], target: Ta
     return _Builder(graph, is_backward, target).joint()
 
 
+def late_sums(graph: fx.Graph) -> list[fx.Node]:
+    """List the sums of a library's result that Inductor makes as late as what reads them. (Rule 8)"""
+    results = set(graph.find_nodes(op="output")[0].all_input_nodes)
+
+    def is_late(node: fx.Node) -> bool:
+        size, readers = _elements(node), _readers(node)
+        is_within = results.isdisjoint(_views(node)) and all(
+            _elements(reader) == size and not calls_library(reader) for reader in readers
+        )
+        is_of_library = all(_is_of_library(_base(given)) for given in node.all_input_nodes)
+        return is_within and bool(readers) and _reduces(node) and is_of_library
+
+    return [node for node in graph.nodes if node.op == "call_function" and is_late(node)]
+
+
 def device_of(graph: fx.Graph) -> torch.device:
     """Return the device of a graph's inputs."""
     values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
@@ -182,7 +197,7 @@ class _Builder:
     def _read_by(self) -> dict[fx.Node, set[fx.Node]]:
         """Return the nodes of backward that read what a node makes.
 
-        A result of backward that is inlined or waits is not there: its readers read what it is made of.
+        A result of backward that is inlined is not there: its readers read what it is made of.
         """
         sources: dict[fx.Node, set[fx.Node]] = {}
         found = defaultdict[fx.Node, set[fx.Node]](set)
@@ -190,20 +205,12 @@ class _Builder:
             if node.op != "call_function" or _is_view(node):
                 continue
             read = _made_of(node, sources)
-            if node in self.inlined or self._waits(node):
+            if node in self.inlined:
                 sources[node] = read
                 continue
             for base in read:
                 found[base].add(node)
         return found
-
-    def _waits(self, node: fx.Node) -> bool:
-        """Return whether a sum of a library's result is made in its readers' kernel, and waits for it. (Rule 8)"""
-        size, readers = _elements(node), _readers(node)
-        is_within = self.results.isdisjoint(_views(node)) and all(
-            _elements(reader) == size and not calls_library(reader) for reader in readers
-        )
-        return is_within and bool(readers) and _reduces(node) and all(map(_is_of_library, node.all_input_nodes))
 
     def _value(self, node: fx.Node) -> Value:
         readers = _readers(node)

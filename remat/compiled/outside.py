@@ -32,9 +32,9 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Any]
 class Outside:
     """Bytes outside the graphs.
 
-    always     parameters, buffers, the batch, the optimizer's state, libraries' workspaces, what the caller sets aside
+    always     parameters, buffers, batches, the optimizer's state, libraries' workspaces, what the caller sets aside
     gradients  of all parameters; they are there as forward begins if `are_kept`
-    holds_results  whether the caller holds all results of a forward while backward runs
+    holds_results  whether the caller holds all results of a forward until the next one returns
     others     those of parameters that the graph is not given: its backward may run last
     stepping   the optimizer's temporaries
     repeating  what an optimizer that runs forward and backward again holds meanwhile

@@ -3,11 +3,11 @@
 torch's partitioner cuts, and all that it does afterwards is its own; only the choice of saved values is ours:
 
 1. PyTorch's own choice is lowered. Where it fits, it is kept.
-2. Otherwise the program is solved. Its table is corrected, stage by stage, by the bytes that the lowered code of a
-   choice needs. Its answer is lowered. Where that code exceeds the budget, the missing bytes of its highest stage are
-   counted to the values that the answer makes again there. Where the program has no answer, the choice that needs
-   least, and PyTorch's at every ratio of its memory budget, are lowered instead. After `ROUNDS` of this at most, the
-   cheapest that really fits is handed out.
+2. Otherwise sums that would wait for their readers get kernels of their own, and the program is solved. Its table is
+   corrected, stage by stage, by the bytes that the lowered code of a choice needs. Its answer is lowered. Where that
+   code exceeds the budget, the missing bytes of its highest stage are counted to the values that the answer makes again
+   there. Where the program has no answer, the choice that needs least, and PyTorch's at every ratio of its memory
+   budget, are lowered instead. After `ROUNDS` of this at most, the cheapest that really fits is handed out.
 3. Where the first `MISSES` choices exceed, and the last comes no nearer, the default's table is solved for lower limits
    than asked. Where all these answers exceed too, PyTorch's choices at every ratio are lowered until one fits.
 
@@ -32,9 +32,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat._torch.inductor import hash_of, keeps_joint_graphs, partition_saving, partitioner_class
+from remat._torch.inductor import hash_of, keep_apart, keeps_joint_graphs, partition_saving, partitioner_class
 from remat._torch.training import without_modes
-from remat.compiled.joint import device_of, joint_of
+from remat.compiled.joint import device_of, joint_of, late_sums
 from remat.compiled.kept import ResultCache
 from remat.compiled.outside import Outside
 from remat.compiled.peak import Halves, halves
@@ -185,8 +185,8 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         least = max(least, self.outside.while_stepping)
         return NoPlanInTime(
             f"no plan was found that keeps the compiled step within {gib(self.budget_bytes)}, and nothing proves that "
-            f"there is none: the least peak that was seen is {gib(least)}. {self._fixed}{self._earlier}. Raise the "
-            "budget, or reduce the batch.",
+            f"there is none: the least peak that was seen is {_above(least, self.budget_bytes)}. {self._fixed}"
+            f"{self._earlier}. Raise the budget, or reduce the batch.",
             least,
         )
 
@@ -235,6 +235,7 @@ class Search:
         self.most_bytes, self.uses, self.holds_results = most_bytes, uses, holds_results
         self.lowered: dict[frozenset[str], Halves] = {}
         self.kept = ResultCache(gm, device_of(gm.graph), sorted(options.items()), holds_results, is_on=keeps)
+        self.has_sums_apart = False  # whether sums that would wait have kernels of their own
         self.by_default = self._partition(self._look)
         self.tried: list[Choice] = []
         self.on_try: Callable[[int], None] = lambda needs: None  # given the bytes of what was tried last
@@ -279,7 +280,10 @@ class Search:
             chosen = [node for node in graph.nodes if node.name in choice.saved or _is_size(node, info)]
             return list(dict.fromkeys([*info.inputs, *chosen]))
 
-        return self._partition(choose)
+        forward, backward = self._partition(choose)
+        if self.has_sums_apart:
+            keep_apart(backward, late_sums(backward.graph))
+        return forward, backward
 
     def lower(self, choice: Choice) -> Halves:
         """Return the bytes that the compiled code of a choice needs."""
@@ -291,9 +295,10 @@ class Search:
                     self.on_try(self.needs(found))
                 return dataclasses.astuple(found)
 
-            is_default = choice.saved == self.default.saved
-            found = Halves(*self.kept.get(make, "halves", is_default, sorted(choice.saved)))
-            self.lowered[choice.saved] = dataclasses.replace(found, forward=max(found.forward, self.earlier))
+            of = choice.saved == self.default.saved, self.has_sums_apart
+            found = Halves(*self.kept.get(make, "halves", *of, sorted(choice.saved)))
+            held = found.held if self.uses == 1 else 0  # other runs of the graph have taken what it gave
+            self.lowered[choice.saved] = dataclasses.replace(found, forward=max(found.forward + held, self.earlier))
         return self.lowered[choice.saved]
 
     def solve(self, most_bytes: int, more: CompiledBytes, start: Choice, *, least: bool = False) -> Solved:
@@ -330,7 +335,7 @@ class Search:
 
         The bound is for a table that is corrected by the code of one choice: of PyTorch's own, or of one that fits.
         """
-        if self.fits_by_default:
+        if self.fits_by_default or (self._keep_sums_apart() and self.fits_by_default):
             return self.default, None
         first = self._more(self.default)
         bound = self._learn(first)
@@ -341,6 +346,15 @@ class Search:
         if bound is None:
             bound = self.solve(self.most_bytes, self._more(best), best).bound_us
         return best, bound if math.isfinite(bound) else 0.0  # the code needs less than its table
+
+    def _keep_sums_apart(self) -> bool:
+        """Give sums that would wait kernels of their own, in the default's code too; return whether there are any."""
+        _, backward = self.by_default
+        if late := late_sums(backward.graph):
+            keep_apart(backward, late)
+            self.has_sums_apart = True
+            self.lowered.pop(self.default.saved, None)
+        return self.has_sums_apart
 
     def _learn(self, more: CompiledBytes) -> float | None:
         """Lower the program's answers, and correct its table by the code of each.
@@ -477,6 +491,12 @@ def _tell(text: str) -> None:
         log.info("%s", text)
     elif log.isEnabledFor(logging.WARNING) and os.environ.get("RANK", "0") == "0":
         print(f"remat: {text}", file=sys.stderr, flush=True)
+
+
+def _above(peak_bytes: int, budget_bytes: int) -> str:
+    """Format a peak above a budget, with its excess where the two look the same."""
+    is_seen = gib(peak_bytes) != gib(budget_bytes)
+    return gib(peak_bytes) if is_seen else f"{gib(peak_bytes)}, {gib(peak_bytes - budget_bytes)} more"
 
 
 def _price(choice: Choice) -> float:

@@ -32,12 +32,14 @@ class Halves:
     backward  the most while it runs, results of forward and gradients among it
     calls     the most from each call of a product, a convolution or attention in backward until the next, by the name
               of its node, in the order in which they run; "" before the first
+    held      of results that the caller holds until the next forward returns
     """
 
     forward: int
     kept: int
     backward: int
     calls: Mapping[str, int]
+    held: int = 0
 
     @property
     def peak(self) -> int:
@@ -49,7 +51,7 @@ def halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int, hold
 
     A user sees the first `results` that forward gives.
 
-    holds_results  whether the caller holds all of them while backward runs, or single numbers only
+    holds_results  whether the caller holds all of them until the next forward returns, or single numbers only
 
     Raises RematError where this torch's generated code is not known.
     """
@@ -67,6 +69,8 @@ def halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int, hold
             by_name = dict(zip((node.name for node in inputs), given, strict=True))
             by_name |= dict(zip(_names(forward), made, strict=True))
             held = [each for each in made[:results] if holds_results or each is None or each.numel() == 1]
+            tensors = [each for each in held if isinstance(each, Tensor) and each.numel() > 1]
+            results_bytes = sum({tracker.storage_of(each): tracker.bytes_of(each) for each in tensors}.values())
             taken = backward.graph.find_nodes(op="placeholder")
             renamed = [name for name in _names(forward)[results:] if name not in {node.name for node in taken}]
             states = (node.name for node in taken if node.name.startswith("rng_state_output"))
@@ -75,10 +79,10 @@ def halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int, hold
             saved = [(by_name | tangents)[node.name] for node in taken]
             del by_name, made
             gradients = second(saved)
-    del held, tangents, gradients
+    del held, tensors, tangents, gradients
     alive = with_workspaces(tracker, _workspaces(tracker, device))
     calls = by_call(tracker, alive, ended, backward.graph)
-    return Halves(int(alive[:ended].max(initial=0)), kept, int(alive[ended:].max(initial=0)), calls)
+    return Halves(int(alive[:ended].max(initial=0)), kept, int(alive[ended:].max(initial=0)), calls, results_bytes)
 
 
 def by_call(tracker: Tracker, alive: np.ndarray, begin: int, graph: fx.Graph) -> dict[str, int]:

@@ -8,6 +8,8 @@ Rule 2  Open sizes are planned for as the batch had them that the graph was comp
         its elements, as the scores of attention may.
 Rule 3  A budget knows one compiled model. If others have runs that are alive, and what these have saved exceeds the
         budget and `outside=` together with a run's own peak, a warning says so.
+Rule 4  Gradients count as backward makes them, from the beginning where micro-batches accumulate. Where others are
+        there as a forward begins, a warning says so.
 
 Runs under saved-tensor hooks are not counted: `torch.utils.checkpoint` around a block keeps nothing that it saves.
 """
@@ -19,7 +21,7 @@ import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from remat.compiled.partitioner import Cut
 
 
+_NONE = torch.empty(0)
 _SKIPPED_FUNCTION = (
     "A graph break inside a loop makes Dynamo skip the whole function: compile with `fullgraph=True` to see the place, "
     "or compile the blocks of the loop one by one, with `uses=`"
@@ -66,13 +69,17 @@ class CompiledStep:
     cuts  how each was cut, by its key: its frame, and its place among the graphs of one compilation
     runs  those that are alive
     parameters  that its graphs are given
+    batch_bytes  of what its first graph is given beside parameters and buffers
     looks  whether its first forward is looked at, for parts that no graph has
+    has_gradients  whether a warning told of those that are there as a forward begins
     """
 
     cuts: dict[Any, Any] = dataclasses.field(default_factory=dict)
     runs: weakref.WeakSet[_Run] = dataclasses.field(default_factory=weakref.WeakSet)
     parameters: WeakIdKeyDictionary = dataclasses.field(default_factory=WeakIdKeyDictionary, compare=False)
+    batch_bytes: int = dataclasses.field(default=-1, compare=False)
     looks: bool = dataclasses.field(default=False, compare=False)
+    has_gradients: bool = dataclasses.field(default=False, compare=False)
     _has_met: bool = dataclasses.field(default=False, compare=False)
     _last: Any = None
     _place: int = 0
@@ -117,6 +124,12 @@ class CompiledStep:
 
     def note_parameters(self, inputs: Iterable[Any]) -> None:
         self.parameters.update((each, None) for each in inputs if isinstance(each, nn.Parameter))
+
+    def note_batch(self, inputs: Iterable[Any], state: Collection[int]) -> None:
+        """Note the bytes of the batch, which the first graph is given. `state` has ids of parameters and buffers."""
+        if self.batch_bytes < 0:
+            batch = (each for each in inputs if isinstance(each, Tensor) and id(each) not in state)
+            self.batch_bytes = sum(each.untyped_storage().nbytes() for each in batch)
 
     def _told_of_parts(self, model: nn.Module, reached: Iterable[str]) -> str:
         """Say which of the parameters that a backward reaches no graph was given; nothing where all were."""
@@ -188,6 +201,7 @@ class Promise:
         if not torch.is_grad_enabled() or saved_tensors_are_hooked():
             return run(*inputs)
         self._compare_runs(cut)
+        self._compare_gradients(cut, inputs)
         results = run(*inputs)
         self._note(cut, results)
         return results
@@ -203,6 +217,23 @@ class Promise:
                 f"a step runs the compiled graph at {self.place} {count} times or more before the first "
                 f"backward, and the plan is for `uses={self.asked.uses}`: the peak would be {gib(peak)} or more, and "
                 f"the budget is {gib(self.asked.budget_bytes)}. Compile with `uses=` as often as a step runs it."
+            )
+
+    def _compare_gradients(self, cut: Cut, inputs: Sequence[Any]) -> None:
+        """Warn once of gradients that are there as a forward begins, and that no plan counts. (Rule 4)"""
+        trained = (each for each in inputs if isinstance(each, nn.Parameter) and each.requires_grad)
+        if self.outside.are_kept or self.step.has_gradients or next(trained, _NONE).grad is None:
+            return
+        alive = sum(p.grad.nbytes for p in inputs if isinstance(p, nn.Parameter) and p.grad is not None)
+        budget, peak = self.asked.budget_bytes, cut.peak_bytes
+        if peak + alive > budget:
+            self.step.has_gradients = True
+            warnings.warn(
+                f"{gib(alive)} of gradients are there as a forward begins, and the budget is for a loop without: the "
+                f"peak may exceed the planned {gib(peak)} by as much, and with it the budget of {gib(budget)}. Set "
+                "gradients to None before the forward (optimizer.zero_grad(set_to_none=True)), or compile with "
+                "`accumulation=2`.",
+                stacklevel=4,
             )
 
     def _note(self, cut: Cut, results: Iterable[Any]) -> None:

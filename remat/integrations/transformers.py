@@ -204,6 +204,8 @@ def compile_in_place(
     of_loop = {
         "optimizer": getattr(optimizer, "optimizer", optimizer),
         "accumulation": args.gradient_accumulation_steps,
+        # An optimizer step's batches are fetched at once; accelerate fetches the next one too, onto the host.
+        "batches": args.gradient_accumulation_steps + (args.device.type == "cpu"),
     }
     model.compile(backend="remat", dynamic=dynamic, options={"model": model, **of_loop, **options})
 
