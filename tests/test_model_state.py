@@ -20,6 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from remat.capture import model_state
+from remat.capture.code_names import globals_in
 from remat.capture.copies import copied
 from remat.capture.model_state import (
     GROWN,
@@ -406,3 +407,12 @@ def test_a_copy_has_forwards_and_generators_of_its_own() -> None:
         twin.layer[0].bias.zero_()
     assert twin.layer[0](torch.ones(1, 2)).eq(0).all() and not inner(torch.ones(1, 2)).eq(0).all()
     assert twin.generators[0] is not model.generators[0]
+
+
+def test_an_attribute_that_has_the_name_of_a_global_is_none() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        global RANDOM
+        RANDOM = self.model.labels
+        return [lambda: len(x), self.COUNT]
+
+    assert globals_in(forward.__code__) == {"RANDOM", "len"}

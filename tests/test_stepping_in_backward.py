@@ -143,6 +143,29 @@ def test_a_closure_a_new_group_and_a_gradient_that_no_backward_made() -> None:
     assert all(map(torch.equal, *(model.parameters() for model in models)))
 
 
+@pytest.mark.parametrize("form", [{}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("step", [step_in_backward, lambda each: step_in_backward(offload_optimizer(each))])
+def test_parameters_that_change_their_group_are_stepped_as_in_their_new_one(step: Any, form: dict[str, Any]) -> None:
+    def run(change: Callable[[list[Any]], None], step: Any) -> nn.Module:
+        model = made_of()
+        first, second, *rest = model.parameters()
+        groups: list[dict[str, Any]] = [{"params": [first, second]}, {"params": rest, "lr": 0.1}]
+        optimizer = torch.optim.AdamW(groups, **form)
+        step(optimizer)
+        trained(model, optimizer, 2)
+        change(optimizer.param_groups)
+        trained(model, optimizer, 2)
+        model.zero_grad()
+        return model
+
+    def regrouped(groups: list[Any]) -> None:
+        groups.append({**groups[0], "params": [groups[0]["params"].pop()], "lr": 0.5})
+
+    for change in (regrouped, list.reverse, list.pop):
+        plain, found = run(change, lambda _: None), run(change, step)
+        assert all(map(torch.equal, plain.parameters(), found.parameters())), change
+
+
 def hook_all(model: nn.Module, clip: Callable[[nn.Parameter], None]) -> None:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(clip)
@@ -224,6 +247,28 @@ def test_a_learning_rate_that_changes_after_backward_is_refused() -> None:
     model(torch.ones(1, WIDTH)).sum().backward()
     optimizer.param_groups[0]["lr"] = 0.1
     with pytest.raises(UsageError, match="lr of parameter group 0 changed between backward and"):
+        optimizer.step()
+
+
+def test_a_hook_that_came_later_and_changes_the_learning_rate_is_refused() -> None:
+    model = made_of()
+    optimizer = step_in_backward(torch.optim.AdamW(model.parameters()))
+
+    def warm_up(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        optimizer.param_groups[0]["lr"] *= 2
+
+    optimizer.register_step_pre_hook(warm_up)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    with pytest.raises(UsageError, match="lr of parameter group 0 changed between backward and"):
+        optimizer.step()
+
+
+def test_a_group_that_is_taken_out_after_backward_is_refused() -> None:
+    model = made_of()
+    optimizer = step_in_backward(torch.optim.AdamW(model.parameters()))
+    model(torch.ones(1, WIDTH)).sum().backward()
+    optimizer.param_groups.pop()
+    with pytest.raises(UsageError, match="taken out between backward and"):
         optimizer.step()
 
 

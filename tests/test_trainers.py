@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -628,6 +629,15 @@ def test_planning_draws_no_random_number_of_the_trainers(tmp_path: Path, monkeyp
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_tables_of_tensors_methods_that_are_made_meanwhile_keep_no_trainer() -> None:
+    """They would keep the hook in place of torch's, and with it a planned model for as long as the process lives."""
+    for table in (torch.overrides._get_overridable_functions, torch.overrides._get_tensor_methods):
+        table.cache_clear()
+    with trainer_workload._hooks_too(contextlib.nullcontext, trainer_workload._Answers()):
+        assert torch.overrides.is_tensor_method_or_property(torch.Tensor.add)
+    assert torch.overrides.is_tensor_method_or_property(torch.Tensor.register_hook)
+
+
 COMPILED: dict[str, Any] = {"budget": "1GiB", "compile": True}
 
 
@@ -647,6 +657,7 @@ def test_a_trainer_trains_compiled_within_a_budget(tmp_path: Path, capsys: pytes
         pytest.param({"budget": "1GiB", "compile": True, "exact": True}, {}, "does not take these", id="no-option"),
         pytest.param({"budget": "1GiB", "compile": True, "holds": "all"}, {}, "`holds=` is", id="no-value"),
         pytest.param({"budget": "1GiB"}, {"torch_compile": True}, "compile=True", id="compiled-by-the-trainer"),
+        pytest.param({"budget": "1GiB", "loop": None}, {}, "takes loop from the Trainer", id="loop"),
         pytest.param(COMPILED, {"label_smoothing_factor": 0.1}, "outside=", id="loss-outside-of-the-model"),
     ],
 )

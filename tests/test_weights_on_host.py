@@ -319,11 +319,13 @@ def test_who_reads_a_weight_outside_of_a_step_gets_no_number_and_who_writes_an_e
         gradients(model)
 
 
+@pytest.mark.any_device
 def test_a_checkpoint_of_this_training_is_loaded_and_other_weights_are_refused() -> None:
-    plain = frozen()
-    model = on_host(copy.deepcopy(plain), plan_for(FROZEN))
+    plain = frozen().to(DEVICE)
+    model = on_host(frozen(), plan_for(FROZEN)).to(DEVICE)
     gradients(model)
-    model.load_state_dict(plain.state_dict())
+    for state in (plain.state_dict(), {name: value.cpu() for name, value in plain.state_dict().items()}):
+        model.load_state_dict(state)
     other = copy.deepcopy(plain)
     with torch.no_grad():
         other.layers[0].up.weight.add_(1)

@@ -429,6 +429,14 @@ def test_cublas_gets_what_torch_gives_it(target: Target, expected: int) -> None:
     assert cublas_bytes(target) == expected
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"), [(":4096:8", 32 * MIB), (":4096:2:16:8", 8 * MIB + 128 * KIB), ("other", 8 * MIB + 128 * KIB)]
+)
+def test_a_workspace_that_the_user_has_chosen_counts(said: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", said)
+    assert cublas_bytes(TARGETS["a100-80gb"]) == expected
+
+
 @cached
 def profiled(target: str = "h100-80gb", loop: TrainingLoop | None = None) -> Profile:
     place = find_planning_device(target)

@@ -124,12 +124,15 @@ def handlers() -> dict[Any, Handler]:
 
 
 def know_functions() -> None:
-    """Let Dynamo look up the functions of torch now, before another replaces one of them.
+    """Let Dynamo look up the functions of torch and the methods of tensors now, before another replaces one of them.
 
-    It finds them once, and again after `torch.distributed.init_process_group`.
+    It finds them once, and functions again after `torch.distributed.init_process_group`.
     """
     handlers()
-    internal("_dynamo.trace_rules.get_torch_obj_rule_map", "stand in for a function of torch")()
+    purpose = "stand in for a function of torch"
+    internal("_dynamo.trace_rules.get_torch_obj_rule_map", purpose)()
+    internal("_dynamo.trace_rules.get_tensor_method", purpose)()
+    torch.overrides.is_tensor_method_or_property(torch.Tensor.add)
 
 
 def constant(value: Any) -> Variable:

@@ -42,6 +42,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from remat._torch.training import without_modes
+from remat.capture.code_names import globals_in
 from remat.errors import CaptureError
 
 MOST_OBJECTS = 100_000  # that are looked into, of those that are reached through code
@@ -281,7 +282,7 @@ class ModelState:
             yield from ((name, given) for given in (value.__defaults__, value.__kwdefaults__) if given)
             yield from self._held(_Attributes(name, vars(value)))
             known = self._named.setdefault(id(value.__globals__), set())
-            names = _names_in(value.__code__) - known
+            names = globals_in(value.__code__) - known
             known |= names
             yield from self._held(_Globals(str(value.__module__), value.__globals__, names))
 
@@ -399,13 +400,6 @@ def _is_state(value: Any) -> bool:
         return True
     is_code = isinstance(value, (*_CODE, types.ModuleType, str)) or hasattr(type(value), "__get__")
     return not is_code and not _is_left_alone(value)
-
-
-@functools.cache
-def _names_in(code: types.CodeType) -> frozenset[str]:
-    """Return the globals that `code` names, also in functions that it defines."""
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return frozenset(code.co_names).union(*map(_names_in, inner))
 
 
 @functools.cache

@@ -71,7 +71,7 @@ class CompiledStep:
     parameters  that its graphs are given
     batch_bytes  of what its first graph is given beside parameters and buffers
     looks  whether its first forward is looked at, for parts that no graph has
-    has_gradients  whether a warning told of those that are there as a forward begins
+    has_gradients  whether a warning was given for those that are there as a forward begins
     """
 
     cuts: dict[Any, Any] = dataclasses.field(default_factory=dict)

@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +34,7 @@ from remat.evaluation.argument_copies import adds_up, copies_of
 from remat.evaluation.described_tensor import ITEM_BYTES, DescribedTensor, argument
 from remat.evaluation.graph import LIBRARY_WORKSPACES, Graph, OpKind
 from remat.evaluation.libraries import threads_that_multiply
-from remat.units import MIB
+from remat.units import KIB, MIB
 from remat.workload.target import Target
 
 _ROWS = 10  # NROWS_PER_THREAD of EmbeddingBackwardKernel.cu
@@ -372,9 +374,11 @@ def cublas_bytes(target: Target) -> int:
     `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on compute capability 9 (10 and 12
     from torch 2.12 on: pytorch #175344), else :4096:2:16:8. cublasLt shares it (pytorch #168175) in torch 2.13; in 2.11
     it has 1 MiB of its own, from the first product with a bias on (measured on an H100).
-    `CUBLAS_WORKSPACE_CONFIG` and `TORCH_CUBLASLT_UNIFIED_WORKSPACE` change it.
+    `CUBLAS_WORKSPACE_CONFIG` counts as it is set here. `TORCH_CUBLASLT_UNIFIED_WORKSPACE` changes it too.
     """
     beside = MIB if _is_before_2_12(target) else 0
+    if chosen := re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")):  # sizes in KiB, counts
+        return sum(int(size) * int(count) for size, count in chosen) * KIB + beside
     major = target.capability // 10
     if major == 9 or (major in (10, 12) and target.torch_release >= (2, 12)):
         return 32 * MIB + beside

@@ -368,7 +368,7 @@ def require_steps_by_parameter(optimizer: torch.optim.Optimizer, what: str) -> N
     if not can_be_offloaded(optimizer):
         raise UsageError(
             f"{kind.__module__}.{kind.__qualname__} cannot {what}: its step may need all parameters at once. Every "
-            "class of torch.optim can, but for LBFGS and SparseAdam; of a wrapper, take the optimizer inside."
+            "class of torch.optim can, but for LBFGS and SparseAdam. Master weights and other wrappers cannot."
         )
     if any(is_wrapper(p) for group in optimizer.param_groups for p in group["params"]):
         raise UsageError(f"an optimizer of sharded parameters cannot {what}; each rank has its own share already.")

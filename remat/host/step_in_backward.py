@@ -111,7 +111,7 @@ class StepInBackward:
 
     before    see there
     around    context in which a parameter is stepped; it is entered while the gradient exists
-    group_of  index of its group, by the id of a parameter
+    group_of  index of the group in which a parameter was seen, by its id
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: BeforeStep | None = None):
@@ -124,12 +124,13 @@ class StepInBackward:
         self._stepped: dict[int, nn.Parameter] = {}  # in this backward, by id, in order
         # by id: the one that came next in the backward before; weakly, since a parameter's hook holds this object
         self._following: dict[int, weakref.ref[nn.Parameter]] = {}
-        self._settings: dict[int, dict[str, Any]] = {}  # of the groups that this backward used
+        self._settings: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # groups that this backward used, by id
         self._is_alone = False  # Rule 6, once it is known
         self._took_scaled = getattr(optimizer, _TAKES_SCALED, False)
         setattr(optimizer, _TAKES_SCALED, True)
+        self._pre_hook = optimizer.register_step_pre_hook(self._begin)
         self._handles: list[Any] = [
-            optimizer.register_step_pre_hook(self._begin),
+            self._pre_hook,
             optimizer.register_step_post_hook(self._end),
             optimizer.register_load_state_dict_post_hook(self._forget),
         ]
@@ -169,11 +170,14 @@ class StepInBackward:
         optimizer = self._reference()
         if optimizer is None:
             return
+        if (group := self._group_with(parameter, optimizer)) is None:
+            return  # taken out of the optimizer, whose step would leave it alone too
         self._require_first(parameter)
         self._require_alone()
-        index = self.group_of[id(parameter)]
-        group = optimizer.param_groups[index]
-        self._settings.setdefault(index, _settings_of(group))
+        if not self._settings:  # hooks that came later run before ours, so that their changes are seen
+            hooks = optimizer._optimizer_step_pre_hooks
+            hooks[self._pre_hook.id] = hooks.pop(self._pre_hook.id)
+        self._settings.setdefault(id(group), (group, _settings_of(group)))
         alone = {**group, "params": [each for each in group["params"] if each is parameter]}
         state = offloaded_state(optimizer)
         following = self._following.get(id(parameter), _nobody)()
@@ -187,6 +191,15 @@ class StepInBackward:
             self._function(OptimizerView(optimizer, lambda: [alone]))
         parameter.grad = None
         self._stepped[id(parameter)] = parameter
+
+    def _group_with(self, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """Return the group that has `parameter` now: groups may be added, reordered and taken out."""
+        index, groups = self.group_of[id(parameter)], optimizer.param_groups
+        for i in (index, *range(len(groups))):
+            if i < len(groups) and any(each is parameter for each in groups[i]["params"]):
+                self.group_of[id(parameter)] = i
+                return groups[i]
+        return None
 
     def _require_first(self, parameter: nn.Parameter) -> None:
         """Raise UsageError if `parameter` has stepped already. (Rule 3)"""
@@ -238,8 +251,14 @@ class StepInBackward:
                 "parameters that stepped in backward have gradients again, as DistributedDataParallel leaves them. "
                 f"{_DDP_REFUSAL} Weights have changed: load the last checkpoint."
             )
-        for index, before in self._settings.items():
-            now = _settings_of(optimizer.param_groups[index])
+        for group, before in self._settings.values():
+            index = next((i for i, each in enumerate(optimizer.param_groups) if each is group), None)
+            if index is None:
+                raise UsageError(
+                    "a parameter group was taken out between backward and `optimizer.step()`, and its weights were "
+                    "stepped in backward; take it out before backward."
+                )
+            now = _settings_of(group)
             if changed := sorted(name for name in now if now[name] != before.get(name)):
                 raise UsageError(
                     f"{', '.join(changed)} of parameter group {index} changed between backward and `optimizer.step()`, "

@@ -249,7 +249,9 @@ class _LayerWeights:
         for module in self.layer.module.modules():
             if any(id(parameter) in places for parameter in module.parameters(recurse=False)):
                 self._hooks.append(module.register_state_dict_post_hook(hold))
-                self._hooks.append(module.register_load_state_dict_pre_hook(functools.partial(_load, places)))
+                taken = set[str]()
+                self._hooks.append(module.register_load_state_dict_pre_hook(functools.partial(_load, places, taken)))
+                self._hooks.append(module.register_load_state_dict_post_hook(functools.partial(_miss_none, taken)))
 
     def _places(self) -> Iterator[Tensor]:
         """Yield each weight as it is on the host."""
@@ -273,8 +275,14 @@ class _LayerWeights:
             self._hooks.pop().remove()
 
 
-def _load(places: dict[int, Tensor], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Accept the values that are on the host already, as in a checkpoint of this training; else raise UsageError."""
+def _load(
+    places: dict[int, Tensor], taken: set[str], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Accept the values that are on the host already, as in a checkpoint of this training; else raise UsageError.
+
+    They are `taken` out of `state`: torch refuses to copy anything to a weight without memory of its own.
+    """
+    taken.clear()
     for name, weight in module.named_parameters(recurse=False):
         given = state.get(f"{prefix}{name}")
         if (place := places.get(id(weight))) is None or given is None:
@@ -283,7 +291,12 @@ def _load(places: dict[int, Tensor], module: nn.Module, state: dict[str, Any], p
             raise UsageError(
                 f"{prefix}{name} is on the host and cannot be loaded: load weights before `remat.offload_weights`."
             )
-        state[f"{prefix}{name}"] = weight.detach()  # no number, which changes nothing
+        del state[f"{prefix}{name}"]
+        taken.add(f"{prefix}{name}")
+
+
+def _miss_none(taken: set[str], module: nn.Module, incompatible: Any) -> None:
+    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in taken]
 
 
 @functools.cache

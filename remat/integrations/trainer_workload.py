@@ -39,6 +39,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
+from remat._torch.dynamo import know_functions
 from remat._torch.training import UnseenMode, fakes_are_on, without_modes
 from remat.capture import trl_head
 from remat.capture.beside_parameters import HOLDERS, carry_over, tensors_beside
@@ -504,6 +505,7 @@ def as_in_training(model: nn.Module, autocast: torch.dtype | None) -> Iterator[_
 @contextlib.contextmanager
 def _hooks_too(context: Callable[[], contextlib.AbstractContextManager[Any]], answers: _Answers) -> Iterator[None]:
     """Run hooks that a loss registers meanwhile under `context`: hooks of cached losses call the model in backward."""
+    know_functions()  # or they would keep this one, and with it the model
     register = torch.Tensor.register_hook
 
     def register_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:

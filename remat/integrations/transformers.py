@@ -97,6 +97,8 @@ class RematCallback(TrainerCallback):
             raise UsageError(f"{', '.join([*options, 'cache'])} go with budget=, and not with a plan that was made.")
         if compile and (budget is None or cache is not None):
             raise UsageError("compile=True goes with budget=, and without cache=: the first step plans.")
+        if known := sorted({"loop", "target"}.intersection(options)):
+            raise UsageError(f"RematCallback takes {' and '.join(known)} from the Trainer: leave it out.")
         self._dynamic = options.pop("dynamic", None) if compile else None
         if compile:
             options = compiled_options(budget, on_larger, options)

@@ -175,7 +175,7 @@ def solve_within(
     if found.replayed_bytes is None and least_peak(problem, limits).bound_bytes > problem.budget_bytes:
         raise infeasible(problem, least_peak(problem, limits))
     if judge is None or found.replayed_bytes is None:
-        raise not_found(problem, found, limits, lambda: _least_as_it_runs(problem, judge, limits), "time_s=")
+        raise not_found(problem, found, limits, lambda: _least_as_it_runs(problem, judge, limits), "time_limit=")
     least = least_peak(problem, limits)
     least_bytes = judge.peak(problem, least.regions)
     if least_bytes <= problem.budget_bytes:  # where budgets that allow for an excess are below the least peak

@@ -31,6 +31,7 @@ import numpy as np
 from torch import nn
 
 from remat._torch.recording import untraced
+from remat.capture.code_names import codes_in, globals_in
 
 GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _SYSTEM_SOURCES = (
@@ -125,11 +126,12 @@ class Sources:
                 self._read(value, kind)
 
     def _read(self, function: types.FunctionType, kind: type | None) -> None:
-        names = {name for code in _codes_in(function.__code__) for name in code.co_names}
-        for name in names.difference(function.__globals__):
+        names = {name for code in codes_in(function.__code__) for name in code.co_names}
+        known = globals_in(function.__code__).intersection(function.__globals__)
+        for name in names - known:
             if isinstance(method := getattr(kind, name, None), (types.FunctionType, types.MethodType)):
                 self._note(method, kind)
-        for name in names.intersection(function.__globals__):
+        for name in known:
             self.names[name] = function.__globals__
             value = function.__globals__[name]
             if value is not os or "urandom" in names:
@@ -290,13 +292,6 @@ def _reads_system(function: Any) -> bool:
         return True
     owner = getattr(function, "__self__", None)
     return isinstance(owner, type) and issubclass(owner, datetime.date) and function.__name__ != "fromtimestamp"
-
-
-def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes_in(constant)
 
 
 # Generators
