@@ -6,8 +6,8 @@
 It needs `make card`. Plans are made by name with bitwise gradients, at a share of the step that asks for large regions,
 and trained in a plain loop (`plain_loop.py`), whose fourth step is recorded request by request. Both sequences are
 compared where a request is of `LEAST_BYTES` or more; releases that follow one another may be in any order. After each
-request that both make, what is alive is `apart_percent` of the peak apart at most, at `points` of them. Workspaces of
-convolutions are left out of what is simulated, since the stand-in for cuDNN takes none.
+request that both make, what is alive is `apart_percent` of the peak apart at most, at `points` of them. Of workspaces
+of convolutions, copies of arguments alone are simulated, since the stand-in for cuDNN takes no others.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from benchmarks import report
 from benchmarks.by_name import CARD, ROOT, TARGET, last_line, make_plan
 from remat.cli.commands.files import spec_in
 from remat.cli.commands.source import workload_of
+from remat.evaluation.argument_copies import copies_of
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Plan, from_refs
 from remat.reservation.caching_allocator import Block, CachingAllocator
@@ -114,7 +115,9 @@ def requests_of(plan: Plan, profile: Any) -> list[Request]:
     """Return the requests of a steady step under a plan, as the simulated allocator gets them."""
     graph, simulated = profile.graph, Noting()
     workspaces = profile.costs.workspace_per_op(graph)
-    workspaces[["convolution" in graph.kinds[kind].name for kind in graph.op_kind]] = 0
+    for op, kind in enumerate(map(graph.kinds.__getitem__, graph.op_kind)):
+        if "convolution" in kind.name:
+            workspaces[op] = sum(copies_of(kind))
     memory = Memory(graph, workspaces)
     footprint(memory, from_refs(graph, plan.regions), allocator=simulated)
     return simulated.asked
