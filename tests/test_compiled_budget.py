@@ -36,7 +36,7 @@ from remat.compiled.partitioner import BudgetPartitioner, Cut, Search
 from remat.compiled.peak import Halves, by_call
 from remat.compiled.program import Choice, CompiledBytes, Solved, judged, solve
 from remat.costing.device_allocator import measure_peak
-from remat.errors import NoPlanInTime, UsageError
+from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.evaluation.graph import OpKind
 from remat.workload.target import TARGETS
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
@@ -566,9 +566,9 @@ def test_backward_decides_as_forward_did(
 class Features(nn.Module):
     """Returns the features of every layer, which take more than what backward needs."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         found = []
@@ -590,6 +590,19 @@ def test_results_that_the_loop_holds_until_the_next_forward_returns_are_counted(
     there = sum(tensor.nbytes for tensor in (*model.parameters(), x, *held["features"]))
     assert cut.halves.forward > cut.halves.backward
     assert cut.peak_bytes == there + measure_peak(forward, CPU)
+
+
+def test_results_that_the_loop_holds_count_while_the_optimizer_steps(cuts: list[BudgetPartitioner]) -> None:
+    wide, x = functools.partial(Features, 256), batch(16, 256)
+    _, features = remat.compile(built(wide), "1GiB")(x)
+    (cut,) = cuts[0].cuts.values()
+    held = sum(each.nbytes for each in features)
+    assert cut.peak_bytes == cuts[0].outside.while_stepping + held
+    torch._dynamo.reset()
+    with pytest.raises(
+        Infeasible, match=r"outputs that the loop holds until the next forward returns.*`holds=\"loss\"`"
+    ):
+        remat.compile(built(wide), cut.peak_bytes - 1)(x)
 
 
 class SharedBias(nn.Module):
@@ -616,6 +629,16 @@ def test_gradients_of_a_shared_bias_are_summed_before_the_next_layer(cuts: list[
     got, measured = trained(model, remat.compile(model, budget), x)
     assert measured <= next(iter(cuts[-1].cuts.values())).peak_bytes <= budget
     assert all(map(torch.equal, got, expected))
+
+
+def test_a_sum_that_is_only_cast_is_not_late() -> None:
+    """As the gradient of a bias under autocast: a result, with which nothing else is combined."""
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x @ x).sum(0).to(torch.float32), (x @ x @ x).sum(0) + (x @ x).sum(0)
+
+    graph = make_fx(step, tracing_mode="fake")(torch.randn(8, 8, dtype=torch.bfloat16)).graph
+    assert [node.name for node in late_sums(graph)] == ["sum_2", "sum_3"]
 
 
 def test_the_table_has_sums_and_scatters_of_a_late_kernel_as_they_run() -> None:

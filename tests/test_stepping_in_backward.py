@@ -268,8 +268,34 @@ def test_a_group_that_is_taken_out_after_backward_is_refused() -> None:
     optimizer = step_in_backward(torch.optim.AdamW(model.parameters()))
     model(torch.ones(1, WIDTH)).sum().backward()
     optimizer.param_groups.pop()
-    with pytest.raises(UsageError, match="taken out between backward and"):
+    with pytest.raises(UsageError, match="taken out of the optimizer between backward and"):
         optimizer.step()
+
+
+def test_a_parameter_that_is_moved_after_backward_is_refused_where_its_settings_differ() -> None:
+    model = made_of()
+    first, *rest = model.parameters()
+    groups: list[Any] = [{"params": [first]}, {"params": rest, "lr": 0.1}]
+    optimizer = step_in_backward(torch.optim.AdamW(groups))
+    model(torch.ones(1, WIDTH)).sum().backward()
+    first_group, second_group = optimizer.param_groups
+    first_group["params"].append(second_group["params"].pop())
+    with pytest.raises(UsageError, match="lr of parameter group 0 changed between backward and"):
+        optimizer.step()
+
+
+def test_a_parameter_that_was_taken_out_may_have_another_optimizer_that_steps_in_backward() -> None:
+    model = made_of()
+    first, *rest = model.parameters()
+    optimizer = step_in_backward(torch.optim.AdamW([{"params": [first]}, {"params": rest}]))
+    trained(model, optimizer, 1)
+    optimizer.param_groups.pop()
+    optimizer.step()
+    other, before = step_in_backward(torch.optim.AdamW(rest)), [each.clone() for each in rest]
+    model(torch.ones(1, WIDTH)).sum().backward()
+    for each in (optimizer, other):
+        each.step()
+    assert not any(map(torch.equal, before, rest))
 
 
 class Failing(torch.autograd.Function):

@@ -199,14 +199,16 @@ def keep_apart(half: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
     half.recompile()
 
 
+torch.library.define("remat::apart", "(Tensor x) -> Tensor")  # its argument; no generated code calls it
+torch.library.register_fake("remat::apart", torch.empty_like)
+
+
 @functools.cache
 def _apart() -> Any:
-    """Return an operator that is its argument, and that no generated code calls."""
+    """Return the operator that keeps kernels apart, which Inductor knows then."""
     purpose = "keep kernels apart"
     lowers = internal("_inductor.lowering.register_lowering", purpose)
     virtual = internal("_inductor.virtualized.V", purpose)
-    torch.library.define("remat::apart", "(Tensor x) -> Tensor")
-    torch.library.register_fake("remat::apart", torch.empty_like)
     apart = torch.ops.remat.apart.default
 
     @lowers(apart, type_promotion_kind=None)

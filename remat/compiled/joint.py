@@ -124,16 +124,20 @@ def joint_of(graph: fx.Graph, is_backward: Callable[[fx.Node], bool], target: Ta
 
 
 def late_sums(graph: fx.Graph) -> list[fx.Node]:
-    """List the sums of a library's result that Inductor makes as late as what reads them. (Rule 8)"""
+    """List the sums of a library's result that Inductor makes as late as what they are combined with. (Rule 8)"""
     results = set(graph.find_nodes(op="output")[0].all_input_nodes)
 
     def is_late(node: fx.Node) -> bool:
-        size, readers = _elements(node), _readers(node)
+        size = _elements(node)
         is_within = results.isdisjoint(_views(node)) and all(
-            _elements(reader) == size and not calls_library(reader) for reader in readers
+            _elements(reader) == size and not calls_library(reader) for reader in _readers(node)
         )
         is_of_library = all(_is_of_library(_base(given)) for given in node.all_input_nodes)
-        return is_within and bool(readers) and _reduces(node) and is_of_library
+        return is_within and is_combined(node) and _reduces(node) and is_of_library
+
+    def is_combined(node: fx.Node) -> bool:
+        """Return whether something else is needed for what is made of a value, beside casts of it."""
+        return any(len(set(map(_base, reader.all_input_nodes))) > 1 or is_combined(reader) for reader in _readers(node))
 
     return [node for node in graph.nodes if node.op == "call_function" and is_late(node)]
 

@@ -166,7 +166,8 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
             raise self._nothing_found(beside + min(map(search.needs, search.lowered.values())))
         choice, bound = found
         lowered = search.lower(choice)
-        peak = max(beside + search.needs(lowered), self.outside.while_stepping)
+        self._require_room_to_step(lowered.held)
+        peak = max(beside + search.needs(lowered), self.outside.while_stepping + lowered.held)
         seconds = time.monotonic() - started
         cut = Cut(peak, self.uses * lowered.kept, lowered, choice, search.default, bound, seconds)
         self.cuts[self.key] = cut
@@ -180,6 +181,21 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
                 f"the compiled step does not fit {gib(self.budget_bytes)}: it needs more than {gib(least)}, whatever "
                 f"forward saves. {self._fixed}. Raise the budget, or train with an optimizer that keeps less."
             )
+
+    def _require_room_to_step(self, held: int) -> None:
+        """Raise Infeasible where the optimizer's step exceeds the budget beside outputs that the loop holds meanwhile.
+
+        Where losses may still run in chunks, there may be fewer of them: DefaultExceeds.
+        """
+        if (least := self.outside.while_stepping + held) <= self.budget_bytes:
+            return
+        if not self.searches:
+            raise DefaultExceeds
+        raise Infeasible(
+            f"the compiled step does not fit {gib(self.budget_bytes)}: the optimizer's step needs {gib(least)}, with "
+            f"{gib(held)} of outputs that the loop holds until the next forward returns. {self._fixed}. Raise the "
+            'budget, or let go of the outputs after backward (`del`) and say `holds="loss"`.'
+        )
 
     def _nothing_found(self, least: int) -> NoPlanInTime:
         least = max(least, self.outside.while_stepping)
@@ -235,7 +251,7 @@ class Search:
         self.most_bytes, self.uses, self.holds_results = most_bytes, uses, holds_results
         self.lowered: dict[frozenset[str], Halves] = {}
         self.kept = ResultCache(gm, device_of(gm.graph), sorted(options.items()), holds_results, is_on=keeps)
-        self.has_sums_apart = False  # whether sums that would wait have kernels of their own
+        self.has_sums_apart = self.is_default_apart = False  # whether sums that would wait have kernels of their own
         self.by_default = self._partition(self._look)
         self.tried: list[Choice] = []
         self.on_try: Callable[[int], None] = lambda needs: None  # given the bytes of what was tried last
@@ -295,10 +311,11 @@ class Search:
                     self.on_try(self.needs(found))
                 return dataclasses.astuple(found)
 
-            of = choice.saved == self.default.saved, self.has_sums_apart
+            is_default = choice.saved == self.default.saved
+            of = is_default, self.is_default_apart if is_default else self.has_sums_apart
             found = Halves(*self.kept.get(make, "halves", *of, sorted(choice.saved)))
-            held = found.held if self.uses == 1 else 0  # other runs of the graph have taken what it gave
-            self.lowered[choice.saved] = dataclasses.replace(found, forward=max(found.forward + held, self.earlier))
+            forward = max(found.forward + found.held, self.earlier)
+            self.lowered[choice.saved] = dataclasses.replace(found, forward=forward)
         return self.lowered[choice.saved]
 
     def solve(self, most_bytes: int, more: CompiledBytes, start: Choice, *, least: bool = False) -> Solved:
@@ -348,13 +365,14 @@ class Search:
         return best, bound if math.isfinite(bound) else 0.0  # the code needs less than its table
 
     def _keep_sums_apart(self) -> bool:
-        """Give sums that would wait kernels of their own, in the default's code too; return whether there are any."""
+        """Give sums that would wait kernels of their own, in the default's code too; return whether it has any."""
         _, backward = self.by_default
+        self.has_sums_apart = True
         if late := late_sums(backward.graph):
             keep_apart(backward, late)
-            self.has_sums_apart = True
+            self.is_default_apart = True
             self.lowered.pop(self.default.saved, None)
-        return self.has_sums_apart
+        return self.is_default_apart
 
     def _learn(self, more: CompiledBytes) -> float | None:
         """Lower the program's answers, and correct its table by the code of each.

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from remat.compiled.partitioner import Cut
 
 
-_NONE = torch.empty(0)
 _SKIPPED_FUNCTION = (
     "A graph break inside a loop makes Dynamo skip the whole function: compile with `fullgraph=True` to see the place, "
     "or compile the blocks of the loop one by one, with `uses=`"
@@ -77,10 +76,11 @@ class CompiledStep:
     cuts: dict[Any, Any] = dataclasses.field(default_factory=dict)
     runs: weakref.WeakSet[_Run] = dataclasses.field(default_factory=weakref.WeakSet)
     parameters: WeakIdKeyDictionary = dataclasses.field(default_factory=WeakIdKeyDictionary, compare=False)
-    batch_bytes: int = dataclasses.field(default=-1, compare=False)
+    batch_bytes: int = dataclasses.field(default=0, compare=False)
     looks: bool = dataclasses.field(default=False, compare=False)
     has_gradients: bool = dataclasses.field(default=False, compare=False)
     _has_met: bool = dataclasses.field(default=False, compare=False)
+    _first: Any = None
     _last: Any = None
     _place: int = 0
 
@@ -126,10 +126,16 @@ class CompiledStep:
         self.parameters.update((each, None) for each in inputs if isinstance(each, nn.Parameter))
 
     def note_batch(self, inputs: Iterable[Any], state: Collection[int]) -> None:
-        """Note the bytes of the batch, which the first graph is given. `state` has ids of parameters and buffers."""
-        if self.batch_bytes < 0:
-            batch = (each for each in inputs if isinstance(each, Tensor) and id(each) not in state)
-            self.batch_bytes = sum(each.untyped_storage().nbytes() for each in batch)
+        """Note the bytes of the batch, which the first graph is given. `state` has ids of parameters and buffers.
+
+        Parts that DistributedDataParallel cuts are compiled on fakes, with ids of their own.
+        """
+        frame, _ = compilation()
+        if self._first is None or frame == self._first:
+            self._first = frame
+            batch = [each for each in inputs if isinstance(each, Tensor) and id(each) not in state]
+            sizes = {id(each.untyped_storage()): each.nbytes for each in batch if not each.requires_grad}
+            self.batch_bytes = sum(map(hinted, sizes.values()))
 
     def _told_of_parts(self, model: nn.Module, reached: Iterable[str]) -> str:
         """Say which of the parameters that a backward reaches no graph was given; nothing where all were."""
@@ -221,18 +227,18 @@ class Promise:
 
     def _compare_gradients(self, cut: Cut, inputs: Sequence[Any]) -> None:
         """Warn once of gradients that are there as a forward begins, and that no plan counts. (Rule 4)"""
-        trained = (each for each in inputs if isinstance(each, nn.Parameter) and each.requires_grad)
-        if self.outside.are_kept or self.step.has_gradients or next(trained, _NONE).grad is None:
+        if self.outside.are_kept or self.step.has_gradients:
             return
         alive = sum(p.grad.nbytes for p in inputs if isinstance(p, nn.Parameter) and p.grad is not None)
-        budget, peak = self.asked.budget_bytes, cut.peak_bytes
-        if peak + alive > budget:
+        others = sum(other.kept_bytes for key, other in self.step.cuts.items() if key != self.key)
+        in_graphs = cut.halves.peak + (self.asked.uses - 1) * cut.halves.kept
+        budget, peak = self.asked.budget_bytes, self.outside.during_graphs + others + in_graphs + alive
+        if alive and peak > budget:
             self.step.has_gradients = True
             warnings.warn(
                 f"{gib(alive)} of gradients are there as a forward begins, and the budget is for a loop without: the "
-                f"peak may exceed the planned {gib(peak)} by as much, and with it the budget of {gib(budget)}. Set "
-                "gradients to None before the forward (optimizer.zero_grad(set_to_none=True)), or compile with "
-                "`accumulation=2`.",
+                f"peak may be {gib(peak)}, and the budget is {gib(budget)}. Set gradients to None before the forward "
+                "(optimizer.zero_grad(set_to_none=True)), or compile with `accumulation=2`.",
                 stacklevel=4,
             )
 

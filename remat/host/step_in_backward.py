@@ -111,24 +111,25 @@ class StepInBackward:
 
     before    see there
     around    context in which a parameter is stepped; it is entered while the gradient exists
-    group_of  index of the group in which a parameter was seen, by its id
+    group_of  index of the group that a parameter is in as a backward begins, by its id
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: BeforeStep | None = None):
         require_steps_by_parameter(optimizer, "step in backward")
         self.before = before
         self.around: MakeContext = _nothing_more
-        self.group_of: dict[int, int] = {}
+        self.group_of: dict[int, int] = {}  # no groups: a parameter's hook holds this object
         self._reference = weakref.ref(optimizer)
         self._function = inspect.unwrap(type(optimizer).step)
         self._stepped: dict[int, nn.Parameter] = {}  # in this backward, by id, in order
         # by id: the one that came next in the backward before; weakly, since a parameter's hook holds this object
         self._following: dict[int, weakref.ref[nn.Parameter]] = {}
-        self._settings: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # groups that this backward used, by id
+        self._settings: dict[int, dict[str, Any]] = {}  # of the groups that this backward steps, by index
         self._is_alone = False  # Rule 6, once it is known
         self._took_scaled = getattr(optimizer, _TAKES_SCALED, False)
         setattr(optimizer, _TAKES_SCALED, True)
         self._pre_hook = optimizer.register_step_pre_hook(self._begin)
+        self._hooks: dict[int, Any] = {}  # of parameters, by id
         self._handles: list[Any] = [
             self._pre_hook,
             optimizer.register_step_post_hook(self._end),
@@ -141,7 +142,7 @@ class StepInBackward:
 
     def let_go(self) -> None:
         """Let the optimizer step after backward again."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._hooks.values()):
             handle.remove()
         if (optimizer := self._reference()) is not None:
             _stepping.pop(optimizer, None)
@@ -157,12 +158,14 @@ class StepInBackward:
             self.around = before
 
     def _find_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hook the new parameters in the groups that can have a gradient."""
-        for index, group in enumerate(optimizer.param_groups):
+        """Hook the parameters in the groups that can have a gradient; unhook those that were taken out."""
+        self.group_of = _groups_of(optimizer)
+        for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.requires_grad and id(parameter) not in self.group_of:
-                    self.group_of[id(parameter)] = index
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_whole))
+                if parameter.requires_grad and id(parameter) not in self._hooks:
+                    self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._on_whole)
+        for gone in self._hooks.keys() - self.group_of.keys():
+            self._hooks.pop(gone).remove()
 
     @torch.compiler.disable
     def _on_whole(self, parameter: nn.Parameter) -> None:
@@ -170,15 +173,18 @@ class StepInBackward:
         optimizer = self._reference()
         if optimizer is None:
             return
-        if (group := self._group_with(parameter, optimizer)) is None:
+        if not self._stepped:
+            self.group_of = _groups_of(optimizer)
+            # Hooks that came later run before ours, so that their changes are seen.
+            hooks = optimizer._optimizer_step_pre_hooks
+            hooks[self._pre_hook.id] = hooks.pop(self._pre_hook.id)
+        if (index := self.group_of.get(id(parameter))) is None:
             return  # taken out of the optimizer, whose step would leave it alone too
         self._require_first(parameter)
         self._require_alone()
-        if not self._settings:  # hooks that came later run before ours, so that their changes are seen
-            hooks = optimizer._optimizer_step_pre_hooks
-            hooks[self._pre_hook.id] = hooks.pop(self._pre_hook.id)
-        self._settings.setdefault(id(group), (group, _settings_of(group)))
-        alone = {**group, "params": [each for each in group["params"] if each is parameter]}
+        group = optimizer.param_groups[index]
+        self._settings.setdefault(index, _settings_of(group))
+        alone = {**group, "params": [parameter]}
         state = offloaded_state(optimizer)
         following = self._following.get(id(parameter), _nobody)()
         with (
@@ -191,15 +197,6 @@ class StepInBackward:
             self._function(OptimizerView(optimizer, lambda: [alone]))
         parameter.grad = None
         self._stepped[id(parameter)] = parameter
-
-    def _group_with(self, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Return the group that has `parameter` now: groups may be added, reordered and taken out."""
-        index, groups = self.group_of[id(parameter)], optimizer.param_groups
-        for i in (index, *range(len(groups))):
-            if i < len(groups) and any(each is parameter for each in groups[i]["params"]):
-                self.group_of[id(parameter)] = i
-                return groups[i]
-        return None
 
     def _require_first(self, parameter: nn.Parameter) -> None:
         """Raise UsageError if `parameter` has stepped already. (Rule 3)"""
@@ -251,15 +248,15 @@ class StepInBackward:
                 "parameters that stepped in backward have gradients again, as DistributedDataParallel leaves them. "
                 f"{_DDP_REFUSAL} Weights have changed: load the last checkpoint."
             )
-        for group, before in self._settings.values():
-            index = next((i for i, each in enumerate(optimizer.param_groups) if each is group), None)
+        now = _groups_of(optimizer)
+        for before, index in {(self.group_of[key], now.get(key)) for key in self._stepped}:
             if index is None:
                 raise UsageError(
-                    "a parameter group was taken out between backward and `optimizer.step()`, and its weights were "
-                    "stepped in backward; take it out before backward."
+                    "parameters were taken out of the optimizer between backward and `optimizer.step()`, and were "
+                    "stepped in backward; take them out before backward."
                 )
-            now = _settings_of(group)
-            if changed := sorted(name for name in now if now[name] != before.get(name)):
+            old, new = self._settings[before], _settings_of(optimizer.param_groups[index])
+            if changed := sorted(name for name in new if new[name] != old.get(name)):
                 raise UsageError(
                     f"{', '.join(changed)} of parameter group {index} changed between backward and `optimizer.step()`, "
                     "and the weights were stepped in backward; set it before backward."
@@ -275,6 +272,11 @@ class StepInBackward:
     def _forget(self, _: torch.optim.Optimizer) -> None:
         """Forget the stepped parameters: `optimizer.step()` has come, or another state was loaded."""
         self._stepped, self._settings = {}, {}
+
+
+def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """Return the index of the group that each parameter is in, by its id."""
+    return {id(parameter): i for i, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:

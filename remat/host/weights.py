@@ -242,7 +242,7 @@ class _LayerWeights:
         places = {id(weight): place for weight, place in zip(self.layer.weights, self._places(), strict=True)}
 
         def hold(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-            for name, weight in module.named_parameters(recurse=False):
+            for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
                 if (place := places.get(id(weight))) is not None and f"{prefix}{name}" in state:
                     state[f"{prefix}{name}"] = place
 
@@ -283,7 +283,7 @@ def _load(
     They are `taken` out of `state`: torch refuses to copy anything to a weight without memory of its own.
     """
     taken.clear()
-    for name, weight in module.named_parameters(recurse=False):
+    for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
         given = state.get(f"{prefix}{name}")
         if (place := places.get(id(weight))) is None or given is None:
             continue
