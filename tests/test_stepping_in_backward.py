@@ -284,6 +284,18 @@ def test_a_parameter_that_is_moved_after_backward_is_refused_where_its_settings_
         optimizer.step()
 
 
+def test_optimizers_that_step_in_backward_may_share_a_frozen_parameter() -> None:
+    model = made_of()
+    frozen, first, *rest = model.parameters()
+    frozen.requires_grad_(False)
+    optimizers = [step_in_backward(torch.optim.AdamW([frozen, *own])) for own in ([first], rest)]
+    before = [each.clone() for each in (first, *rest)]
+    model(torch.ones(1, WIDTH)).sum().backward()
+    for each in optimizers:
+        each.step()
+    assert not any(map(torch.equal, before, (first, *rest)))
+
+
 def test_a_parameter_that_was_taken_out_may_have_another_optimizer_that_steps_in_backward() -> None:
     model = made_of()
     first, *rest = model.parameters()

@@ -128,10 +128,10 @@ class CompiledStep:
     def note_batch(self, inputs: Iterable[Any], state: Collection[int]) -> None:
         """Note the bytes of the batch, which the first graph is given. `state` has ids of parameters and buffers.
 
-        Parts that DistributedDataParallel cuts are compiled on fakes, with ids of their own.
+        DistributedDataParallel has parts compiled one after another, on fakes with ids of their own.
         """
-        frame, _ = compilation()
-        if self._first is None or frame == self._first:
+        frame, compiled = compilation()
+        if compiled is not self._last and (self._first is None or frame == self._first):
             self._first = frame
             batch = [each for each in inputs if isinstance(each, Tensor) and id(each) not in state]
             sizes = {id(each.untyped_storage()): each.nbytes for each in batch if not each.requires_grad}

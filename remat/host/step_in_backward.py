@@ -95,7 +95,7 @@ def stepping_of(optimizer: Any) -> StepInBackward | None:
 
 def is_stepped_in_backward(parameter: nn.Parameter) -> bool:
     """Return whether some optimizer steps `parameter` in backward."""
-    return any(id(parameter) in each.group_of for each in list(_stepping.values()))
+    return any(id(parameter) in each.hooks for each in list(_stepping.values()))
 
 
 def _nobody() -> None:
@@ -111,14 +111,14 @@ class StepInBackward:
 
     before    see there
     around    context in which a parameter is stepped; it is entered while the gradient exists
-    group_of  index of the group that a parameter is in as a backward begins, by its id
+    hooks     of the parameters that can have a gradient, by id
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: BeforeStep | None = None):
         require_steps_by_parameter(optimizer, "step in backward")
         self.before = before
         self.around: MakeContext = _nothing_more
-        self.group_of: dict[int, int] = {}  # no groups: a parameter's hook holds this object
+        self.hooks: dict[int, Any] = {}
         self._reference = weakref.ref(optimizer)
         self._function = inspect.unwrap(type(optimizer).step)
         self._stepped: dict[int, nn.Parameter] = {}  # in this backward, by id, in order
@@ -129,7 +129,7 @@ class StepInBackward:
         self._took_scaled = getattr(optimizer, _TAKES_SCALED, False)
         setattr(optimizer, _TAKES_SCALED, True)
         self._pre_hook = optimizer.register_step_pre_hook(self._begin)
-        self._hooks: dict[int, Any] = {}  # of parameters, by id
+        self._group_of: dict[int, int] = {}  # as this backward began: a parameter's group by its id
         self._handles: list[Any] = [
             self._pre_hook,
             optimizer.register_step_post_hook(self._end),
@@ -142,7 +142,7 @@ class StepInBackward:
 
     def let_go(self) -> None:
         """Let the optimizer step after backward again."""
-        for handle in (*self._handles, *self._hooks.values()):
+        for handle in (*self._handles, *self.hooks.values()):
             handle.remove()
         if (optimizer := self._reference()) is not None:
             _stepping.pop(optimizer, None)
@@ -159,13 +159,12 @@ class StepInBackward:
 
     def _find_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Hook the parameters in the groups that can have a gradient; unhook those that were taken out."""
-        self.group_of = _groups_of(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.requires_grad and id(parameter) not in self._hooks:
-                    self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._on_whole)
-        for gone in self._hooks.keys() - self.group_of.keys():
-            self._hooks.pop(gone).remove()
+                if parameter.requires_grad and id(parameter) not in self.hooks:
+                    self.hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._on_whole)
+        for gone in self.hooks.keys() - _groups_of(optimizer).keys():
+            self.hooks.pop(gone).remove()
 
     @torch.compiler.disable
     def _on_whole(self, parameter: nn.Parameter) -> None:
@@ -174,11 +173,11 @@ class StepInBackward:
         if optimizer is None:
             return
         if not self._stepped:
-            self.group_of = _groups_of(optimizer)
+            self._group_of = _groups_of(optimizer)
             # Hooks that came later run before ours, so that their changes are seen.
             hooks = optimizer._optimizer_step_pre_hooks
             hooks[self._pre_hook.id] = hooks.pop(self._pre_hook.id)
-        if (index := self.group_of.get(id(parameter))) is None:
+        if (index := self._group_of.get(id(parameter))) is None:
             return  # taken out of the optimizer, whose step would leave it alone too
         self._require_first(parameter)
         self._require_alone()
@@ -203,7 +202,7 @@ class StepInBackward:
         if id(parameter) in self._stepped:
             parameter.grad = None  # or `optimizer.step()` would step with it
             raise UsageError(
-                f"a second backward before `optimizer.step()`: {len(self._stepped)} of {len(self.group_of)} parameters "
+                f"a second backward before `optimizer.step()`: {len(self._stepped)} of {len(self.hooks)} parameters "
                 "have stepped already. An optimizer that steps in backward lets each gradient go at once, so gradients "
                 "cannot be accumulated over micro-batches: call `optimizer.step()` after each backward, or leave "
                 "`remat.step_in_backward` out. If the backward before failed, out of memory say, the other parameters "
@@ -220,7 +219,7 @@ class StepInBackward:
         if self._sharing():
             gc.collect()  # an optimizer that the script has dropped may wait in a cycle
         if others := self._sharing():
-            count = sum(len(self.group_of.keys() & other.group_of.keys()) for other in others)
+            count = sum(len(self.hooks.keys() & other.hooks.keys()) for other in others)
             raise UsageError(
                 f"{count} parameters of this optimizer are stepped in backward by another one too: drop all names of "
                 "the one that is no longer used (`del`). No weight has changed."
@@ -231,13 +230,13 @@ class StepInBackward:
                     raise UsageError(
                         f"{_SCALER_REFUSAL} No weight has changed. If it is another training's, delete it."
                     )
-            elif any(id(parameter) in self.group_of for parameter in _summed_by(each)):
+            elif any(id(parameter) in self.hooks for parameter in _summed_by(each)):
                 raise UsageError(f"{_DDP_REFUSAL} No weight has changed.")
         self._is_alone = True
 
     def _sharing(self) -> list[StepInBackward]:
         """Return the steppings of other optimizers that have a parameter of this one."""
-        return [each for each in list(_stepping.values()) if each is not self and each.group_of.keys() & self.group_of]
+        return [each for each in list(_stepping.values()) if each is not self and each.hooks.keys() & self.hooks]
 
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Check the step in backward when `optimizer.step()` begins. (Rule 4)"""
@@ -249,7 +248,7 @@ class StepInBackward:
                 f"{_DDP_REFUSAL} Weights have changed: load the last checkpoint."
             )
         now = _groups_of(optimizer)
-        for before, index in {(self.group_of[key], now.get(key)) for key in self._stepped}:
+        for before, index in {(self._group_of[key], now.get(key)) for key in self._stepped}:
             if index is None:
                 raise UsageError(
                     "parameters were taken out of the optimizer between backward and `optimizer.step()`, and were "
