@@ -732,7 +732,7 @@ class Misled(Search):
 
     def __init__(self, most_bytes: int):
         self.most_bytes, self.uses, self.lowered, self.tried = most_bytes, 1, {}, []
-        self.default, self.portfolio = self.saving(200), []
+        self.default, self.portfolio, self.has_answer = self.saving(200), [], False
 
     def saving(self, size: int) -> Choice:
         return Choice(frozenset({str(size)}), 1000 - size, 1000 - size, size, (size,))

@@ -7,9 +7,11 @@ torch's partitioner cuts, and all that it does afterwards is its own; only the c
    corrected, stage by stage, by the bytes that the lowered code of a choice needs. Its answer is lowered. Where that
    code exceeds the budget, the missing bytes of its highest stage are counted to the values that the answer makes again
    there. Where the program has no answer, the choice that needs least, and PyTorch's at every ratio of its memory
-   budget, are lowered instead. After `ROUNDS` of this at most, the cheapest that really fits is handed out.
+   budget, are lowered instead; where the former needs what the table says, no others are. After `ROUNDS` of this at
+   most, the cheapest that really fits is handed out.
 3. Where the first `MISSES` choices exceed, and the last comes no nearer, the default's table is solved for lower limits
-   than asked. Where all these answers exceed too, PyTorch's choices at every ratio are lowered until one fits.
+   than asked, if it has an answer at all. Where these exceed too, PyTorch's choices at every ratio that need less by
+   the table than anything that was lowered are, until one fits.
 
 So no choice is handed out whose compiled code exceeds the budget. Where nothing fits, `NoPlanInTime` names the least
 peak that was seen: another choice may need less. Where the budget is too small for the bytes that no choice changes,
@@ -254,6 +256,7 @@ class Search:
         self.has_sums_apart = self.is_default_apart = False  # whether sums that would wait have kernels of their own
         self.by_default = self._partition(self._look)
         self.tried: list[Choice] = []
+        self.has_answer = False  # whether the default's table has a choice that keeps the budget
         self.on_try: Callable[[int], None] = lambda needs: None  # given the bytes of what was tried last
 
     @property
@@ -380,19 +383,23 @@ class Search:
         Returns the last bound; None where the table was corrected by the code of several choices.
         """
         last, is_of_one, bound = self.default, True, 0.0
-        for _ in range(ROUNDS):
+        for number in range(ROUNDS):
             solved = self.solve(self.most_bytes, more, last)
+            self.has_answer |= number == 0 and solved.choice is not None
             bound = solved.bound_us
             if (found := self._next(self._answers(solved, more), more)) is None:
                 break
             last = found
             self.tried.append(last)
+            is_as_said = abs(more.peak_bytes(last) - self.needs(self.lower(last))) <= EQUAL_SHARE * self.most_bytes
             if not self.fits(last):
+                if is_as_said and solved.choice is None:  # the least that any choice needs
+                    break
                 more, is_of_one = self._corrected(more, last), False
                 needed = [self.needs(self.lower(each)) for each in self.tried]
                 if len(needed) >= MISSES and self._cheapest() is None and needed[-1] >= min(needed[:-1]):
                     break
-            elif abs(more.peak_bytes(last) - self.needs(self.lower(last))) <= EQUAL_SHARE * self.most_bytes:
+            elif is_as_said:
                 break
             else:  # what was learned of other choices stays
                 more, is_of_one = dataclasses.replace(self._more(last), making=more.making), not more.making
@@ -407,7 +414,7 @@ class Search:
         """
         low, high, last = 0, self.most_bytes, self.default
         limit = high - min((self.needs(self.lower(each)) - high for each in self.tried), default=0)
-        for _ in range(HALVINGS):
+        for _ in range(HALVINGS if self.has_answer else 0):
             solved = self.solve(limit, more, last)
             if solved.choice is not None:
                 last = solved.choice
@@ -419,8 +426,9 @@ class Search:
             if high - low <= NEAR * self.most_bytes:
                 break
             limit = (low + high) // 2
-        if self._cheapest() is None:
-            hopeful = {each.saved: each for each in self.portfolio if each.kept_bytes <= self.most_bytes}
+        if self._cheapest() is None:  # tables are off by less than what tells the choices of most ratios apart
+            seen = min((self.needs(self.lower(each)) for each in self.tried), default=NO_LIMIT)
+            hopeful = {each.saved: each for each in self.portfolio if more.peak_bytes(each) < seen}
             for choice in sorted(hopeful.values(), key=more.peak_bytes):
                 self.tried.append(choice)
                 if self.fits(choice):
