@@ -10,8 +10,8 @@ torch's partitioner cuts, and all that it does afterwards is its own; only the c
    budget, are lowered instead; where the former needs what the table says, no others are. After `ROUNDS` of this at
    most, the cheapest that really fits is handed out.
 3. Where the first `MISSES` choices exceed, and the last comes no nearer, the default's table is solved for lower limits
-   than asked, if it has an answer at all. Where these exceed too, PyTorch's choices at every ratio that need less by
-   the table than anything that was lowered are, until one fits.
+   than asked, if it has an answer at all. Where these exceed too, PyTorch's choices at every ratio are lowered until
+   one fits, but for those that need more by the table than what was seen.
 
 So no choice is handed out whose compiled code exceeds the budget. Where nothing fits, `NoPlanInTime` names the least
 peak that was seen: another choice may need less. Where the budget is too small for the bytes that no choice changes,
@@ -428,7 +428,8 @@ class Search:
             limit = (low + high) // 2
         if self._cheapest() is None:  # tables are off by less than what tells the choices of most ratios apart
             seen = min((self.needs(self.lower(each)) for each in self.tried), default=NO_LIMIT)
-            hopeful = {each.saved: each for each in self.portfolio if more.peak_bytes(each) < seen}
+            may_fit = (each for each in self.portfolio if each.kept_bytes <= self.most_bytes)
+            hopeful = {each.saved: each for each in may_fit if more.peak_bytes(each) < seen}
             for choice in sorted(hopeful.values(), key=more.peak_bytes):
                 self.tried.append(choice)
                 if self.fits(choice):
