@@ -7,7 +7,11 @@ CARD_ARITHMETIC=off.
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -182,3 +186,15 @@ def test_autocast_has_the_lists_of_cuda() -> None:
     with torch.autocast("cuda", torch.bfloat16):
         assert x.pow(2).dtype is torch.float32 and F.layer_norm(x, (8,)).dtype is torch.float32
         assert (x.float() @ x.float().T).dtype is torch.bfloat16
+
+
+def test_a_compiled_kernel_computes_in_a_process_that_finds_it_in_a_cache(tmp_path: Path) -> None:
+    run = "torch.compile(lambda x: (x.sin() + 1).cos())(torch.arange(8., device='cuda'))"
+    program = f"import torch; print({run}.tolist())"
+    folder = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    runs = [
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=folder)
+        for _ in range(2)
+    ]
+    assert [run.returncode for run in runs] == [0, 0], runs[1].stderr
+    assert runs[0].stdout == runs[1].stdout != ""

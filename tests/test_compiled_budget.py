@@ -705,25 +705,50 @@ def test_a_call_that_writes_to_a_buffer_of_before_begins_with_itself() -> None:
     assert by_call(tracker, np.array([9, 5]), 0, graph) == {"": 9, "a": 5}  # type: ignore[arg-type]
 
 
-@pytest.mark.exhaustive
-def test_a_table_that_is_corrected_by_a_choice_never_says_that_it_fits_where_it_does_not() -> None:
-    said: list[tuple[bool, bool]] = []
+def look(model: Callable[[], nn.Module], x: torch.Tensor, at: Callable[[Search], None]) -> None:
+    """Train a step of a compiled model, and show the search as its graph is cut."""
 
     class Looking(Choosing):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
-            search = Search(gm, joint_inputs, options, 0, 1, False)
-            needed = search.needs(search.lower(search.default))
-            for share, choice in itertools.product((0.98, 0.9), (search.default, *search.portfolio[:3])):
-                search.most_bytes = int(share * needed)
-                corrected = search._more(choice).peak_bytes(choice)
-                said.append((corrected <= search.most_bytes, search.fits(choice)))
+            at(search := Search(gm, joint_inputs, options, 0, 1, False))
             return search.by_default
 
     def backend(graph: fx.GraphModule, inputs: Any) -> Any:
         with compiling_with(Looking(), chosen_decompositions):
             return compile_fx(graph, inputs)
 
-    torch.compile(built(Tied), backend=backend)(torch.arange(256).view(8, 32) % 64).backward()
+    torch.compile(built(model), backend=backend)(x).backward()
+
+
+def test_the_table_has_calls_in_the_order_of_the_code() -> None:
+    """Inductor runs the gradient of a weight before that of the input on a CPU, and after it on CUDA."""
+    seen: list[tuple[list[str], list[str]]] = []
+
+    def follow(search: Search) -> None:
+        code, calls = search.lower(search.default), search.joint.calls
+        weights_first = sorted(calls, key=calls.__getitem__)
+        as_traced = sorted(calls, key=[node.name for node in search.gm.graph.nodes].index)
+        for order in (as_traced, weights_first, as_traced):
+            search._follow(dataclasses.replace(code, calls=dict.fromkeys(order, 0)))
+            seen.append((order, sorted(search.joint.calls, key=search.joint.calls.__getitem__)))
+
+    look(MLP, batch(), follow)
+    assert seen[0][0] != seen[1][0]
+    assert all(code == table for code, table in seen)
+
+
+@pytest.mark.exhaustive
+def test_a_table_that_is_corrected_by_a_choice_never_says_that_it_fits_where_it_does_not() -> None:
+    said: list[tuple[bool, bool]] = []
+
+    def correct(search: Search) -> None:
+        needed = search.needs(search.lower(search.default))
+        for share, choice in itertools.product((0.98, 0.9), (search.default, *search.portfolio[:3])):
+            search.most_bytes = int(share * needed)
+            corrected = search._more(choice).peak_bytes(choice)
+            said.append((corrected <= search.most_bytes, search.fits(choice)))
+
+    look(Tied, torch.arange(256).view(8, 32) % 64, correct)
     assert said and (True, False) not in said
 
 
@@ -743,6 +768,9 @@ class Misled(Search):
 
     def _keep_sums_apart(self) -> bool:
         return False
+
+    def _follow(self, lowered: Halves) -> None:
+        pass
 
     def _more(self, choice: Choice) -> CompiledBytes:
         return CompiledBytes(0, (0,))

@@ -20,8 +20,9 @@ Rule 6  Backward decides as forward did. Where kernels fuse, a 16-bit value is r
         numbers are not saved in 16 bits: forward would compare them unrounded, and backward rounded. Integers made of
         floats, such as the experts of a token, run once.
 
-Rule 7  Inductor reorders kernels for the least peak. So a call of backward that no other waits for, the gradient of a
-        weight, runs as soon as it can where it makes no more than it reads of the forward: that is let go of then.
+Rule 7  Inductor may order kernels for the least peak. Then a call of backward that no other waits for, the gradient
+        of a weight, runs as soon as it can where it makes no more than it reads of the forward: that is let go of then.
+        Else calls run as they were traced: the gradient of an input, then that of the weight. The code shows which.
 
 Rule 8  A sum of a library's result has a kernel of its own: `late_sums` lists those that Inductor would make in the
         kernel that reads them, so that the result would stay until then (gradients of a bias that all layers share, one
@@ -112,15 +113,18 @@ class Joint:
         return frozenset(self.parts.get(name, name) for name in nodes) & known
 
 
-def joint_of(graph: fx.Graph, is_backward: Callable[[fx.Node], bool], target: Target) -> Joint:
+def joint_of(
+    graph: fx.Graph, is_backward: Callable[[fx.Node], bool], target: Target, *, reorders: bool = True
+) -> Joint:
     """Make the table of a joint graph.
 
     is_backward  whether a node needs a gradient, so that it can run in backward only
     target       whose roofline prices what is made again
+    reorders     whether gradients of weights run early (Rule 7)
 
     Raises UsageError for sparse tensors.
     """
-    return _Builder(graph, is_backward, target).joint()
+    return _Builder(graph, is_backward, target, reorders).joint()
 
 
 def late_sums(graph: fx.Graph) -> list[fx.Node]:
@@ -151,11 +155,12 @@ def device_of(graph: fx.Graph) -> torch.device:
 class _Builder:
     """Nodes by what they are, while a table is made of them."""
 
-    def __init__(self, graph: fx.Graph, is_backward: Callable[[fx.Node], bool], target: Target):
+    def __init__(self, graph: fx.Graph, is_backward: Callable[[fx.Node], bool], target: Target, reorders: bool):
         self.target = target
         self.nodes = nodes = [node for node in graph.nodes if node.op != "output"]
         self.results = set(graph.find_nodes(op="output")[0].all_input_nodes)
-        self.backward = _weights_first([node for node in nodes if is_backward(node)])
+        backward = [node for node in nodes if is_backward(node)]
+        self.backward = _weights_first(backward) if reorders else backward
         self.in_backward = set(self.backward)
         self.made = [
             node for node in nodes if node.op == "call_function" and node not in self.in_backward and _is_made(node)
@@ -308,7 +313,7 @@ class _Builder:
 
 
 def _weights_first(backward: Sequence[fx.Node]) -> list[fx.Node]:
-    """Order backward as Inductor does for the least peak. (Rule 7)"""
+    """Run gradients of weights early. (Rule 7)"""
     waited, calls, at, after = set[fx.Node](), 0, dict[fx.Node, int](), dict[fx.Node, int]()
     for node in reversed(backward):
         if any(user in waited or calls_library(user) for user in node.users):

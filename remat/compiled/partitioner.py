@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import os
@@ -36,7 +37,7 @@ from torch import fx
 
 from remat._torch.inductor import hash_of, keep_apart, keeps_joint_graphs, partition_saving, partitioner_class
 from remat._torch.training import without_modes
-from remat.compiled.joint import device_of, joint_of, late_sums
+from remat.compiled.joint import Joint, device_of, joint_of, late_sums
 from remat.compiled.kept import ResultCache
 from remat.compiled.outside import Outside
 from remat.compiled.peak import Halves, halves
@@ -254,6 +255,7 @@ class Search:
         self.lowered: dict[frozenset[str], Halves] = {}
         self.kept = ResultCache(gm, device_of(gm.graph), sorted(options.items()), holds_results, is_on=keeps)
         self.has_sums_apart = self.is_default_apart = False  # whether sums that would wait have kernels of their own
+        self.reorders = True
         self.by_default = self._partition(self._look)
         self.tried: list[Choice] = []
         self.has_answer = False  # whether the default's table has a choice that keeps the budget
@@ -271,7 +273,8 @@ class Search:
         """Make the table of the graph, and note what PyTorch would save."""
         with without_modes():  # the device's rates are measured where they are not known
             target = find_planning_device(device_of(graph).type).target
-        joint = joint_of(graph, lambda n: info.is_required_bw(n) and not info.is_required_fw(n), target)
+        is_backward = functools.partial(_is_backward, info)
+        joint = joint_of(graph, is_backward, target, reorders=self.reorders)
         self.joint = dataclasses.replace(joint, uses=self.uses)
         chosen = own(1.0)
         self.default = judged(self.joint, self.joint.values_of(node.name for node in chosen))
@@ -357,6 +360,7 @@ class Search:
         """
         if self.fits_by_default or (self._keep_sums_apart() and self.fits_by_default):
             return self.default, None
+        self._follow(self.lower(self.default))
         first = self._more(self.default)
         bound = self._learn(first)
         if self._cheapest() is None:
@@ -366,6 +370,16 @@ class Search:
         if bound is None:
             bound = self.solve(self.most_bytes, self._more(best), best).bound_us
         return best, bound if math.isfinite(bound) else 0.0  # the code needs less than its table
+
+    def _follow(self, lowered: Halves) -> None:
+        """Give the table the order in which code runs calls, as traced or gradients of weights early. (Rule 7)"""
+        before = self.joint, self.default
+        if apart := _disorder(self.joint, lowered):
+            self.reorders = not self.reorders
+            self._partition(self._look)
+            if _disorder(self.joint, lowered) >= apart:
+                self.reorders = not self.reorders
+                self.joint, self.default = before
 
     def _keep_sums_apart(self) -> bool:
         """Give sums that would wait kernels of their own, in the default's code too; return whether it has any."""
@@ -526,8 +540,18 @@ def _above(peak_bytes: int, budget_bytes: int) -> str:
     return gib(peak_bytes) if is_seen else f"{gib(peak_bytes)}, {gib(peak_bytes - budget_bytes)} more"
 
 
+def _disorder(joint: Joint, lowered: Halves) -> int:
+    """Count the calls of backward that code runs after one of a later stage."""
+    stages = [joint.calls[name] for name in lowered.calls if name in joint.calls]
+    return sum(later < earlier for earlier, later in itertools.pairwise(stages))
+
+
 def _price(choice: Choice) -> float:
     return choice.price_us
+
+
+def _is_backward(info: Any, node: fx.Node) -> bool:
+    return info.is_required_bw(node) and not info.is_required_fw(node)
 
 
 def _is_size(node: fx.Node, info: Any) -> bool:

@@ -76,6 +76,8 @@ def _computed_in_large_blocks(run: Callable[..., Any]) -> Callable[..., Any]:
         configuration = copy.deepcopy(tuner.launchers[0].config)
         _enlarge(configuration.kwargs, tuner.size_hints or {})
         arguments, grid = tuner._interpret_args_grid(arguments, configuration)
+        if tuner.fn.fn is None:  # it comes from Inductor's cache, compiled
+            tuner.fn = tuner._reload_kernel().fn
         _interpret(tuner.fn, grid, arguments, configuration.kwargs)
         return launched
 
