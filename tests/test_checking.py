@@ -142,3 +142,5 @@ def test_a_test_of_a_user_fails_where_training_does_not_fit(fits: Callable[..., 
     assert fits(WORKLOAD, "80GiB", target=TARGET) == dataclasses.replace(checked("80GiB"))
     with pytest.raises(pytest.fail.Exception, match="does not fit"):
         fits(WORKLOAD, 1 << 20, target=TARGET)
+    with pytest.raises(UsageError, match="takes a Trainer"):
+        fits("gpt2")

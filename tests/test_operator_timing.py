@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat.costing import operator_timing as measure_module
+from remat.costing import timing_cache
 from remat.costing.costs import Costs
 from remat.costing.device_allocator import allocation_curve, measure_peak, measure_step
 from remat.costing.kernel_calls import NotMeasurable, arguments
@@ -338,6 +339,17 @@ def test_an_operator_that_ruins_the_device_ends_the_measurement_by_name(
         measure_module._forget_failure(ADD, torch.device("cuda"), cache)
     with pytest.raises(NotMeasurable, match="ended the process"), Cache.open(tmp_path, CPU).trying(ADD):
         pass
+
+
+def test_workspaces_that_the_environment_sets_are_measured_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing_cache, "device_name", lambda _: "card")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    plain, on_cpu = (Cache.open(tmp_path, torch.device(kind)).path for kind in ("cuda", "cpu"))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert Cache.open(tmp_path, torch.device("cuda")).path != plain
+    assert Cache.open(tmp_path, CPU).path == on_cpu
 
 
 def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,6 +196,13 @@ def test_a_row_above_the_longest_is_named() -> None:
         TokenBatches([3, 41], capped())
 
 
+def test_rows_of_one_token_alone_are_no_more_than_the_longest_that_fit() -> None:
+    """No plan knows them: a size of one is traced by itself."""
+    cap = TokenCap(tokens=64, rows=32, longest=16, packed=False)
+    assert cap.holds(4, 1, 4) and not cap.holds(5, 1, 5)
+    assert cap.holds(32, 2, 33)
+
+
 class Pair(nn.Module):
     """Takes tokens and targets."""
 

@@ -43,6 +43,8 @@ pytest.importorskip("accelerate")
 from remat.evaluation.form import Form  # noqa: E402
 from remat.fusion import fused_group, kernels  # noqa: E402
 from remat.integrations import generation_phases, planned_trainer, trainer_workload  # noqa: E402
+from remat.integrations.pytest_plugin import OWN, require_fits  # noqa: E402
+from remat.integrations.text_rows import widest_first  # noqa: E402
 from remat.integrations.trainer_workload import loop_of, workload_of  # noqa: E402
 from remat.integrations.transformers import RematCallback  # noqa: E402
 
@@ -169,6 +171,38 @@ def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         name: torch.tensor([sample[name] + [0] * (longest - len(sample[name])) for sample in samples])
         for name in ("input_ids", "labels", "attention_mask")
     }
+
+
+@pytest.mark.exhaustive
+def test_a_trainer_is_judged_under_the_plan_of_its_callback(tmp_path: Path) -> None:
+    whole = remat.check(workload_of(trainer(tmp_path)), budget="80GiB", target="cpu", loop=loop_of(trainer(tmp_path)))
+    budget = whole.needed_bytes * 3 // 4
+    verdict = require_fits(trainer(tmp_path, RematCallback(budget=budget)), budget, headroom=0, target="cpu")
+    assert verdict.needed_bytes <= budget
+    with pytest.raises(pytest.fail.Exception, match="does not fit") as failed:
+        require_fits(trainer(tmp_path, gradient_checkpointing=True), budget, target="cpu")
+    assert str(failed.value).endswith(OWN)
+    with pytest.raises(pytest.fail.Exception, match="RematCallback has no plan"):
+        require_fits(trainer(tmp_path, RematCallback(budget=1 << 16)), budget, target="cpu")
+
+
+def test_rows_of_pairs_are_as_wide_as_the_longer_answer_with_its_prompt() -> None:
+    def collate(pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        widths = [len(pair["prompt"]) + max(len(pair["chosen"]), len(pair["rejected"])) for pair in pairs]
+        return {"input_ids": torch.zeros(2 * len(pairs), max(widths))}
+
+    pairs = [
+        {"prompt": [0] * prompt, "chosen": [0] * chosen, "rejected": [0] * rejected}
+        for prompt, chosen, rejected in [(9, 6, 6), (1, 20, 1), (2, 2, 2)]
+    ]
+    assert widest_first(pairs, collate) == [pairs[1], pairs[0], pairs[2]]
+
+
+def test_the_longest_of_every_column_are_in_the_batch() -> None:
+    """Texts and their translations are padded apart."""
+    lengths = [(5, 5), (9, 2), (8, 3), (2, 7)]
+    pairs = [{"input_ids": [0] * text, "labels": [0] * translation} for text, translation in lengths]
+    assert widest_first(pairs, dict) == [pairs[1], pairs[3], pairs[2], pairs[0]]
 
 
 def test_rows_are_cut_and_repeated_with_the_lengths_packed_in_them() -> None:

@@ -1,4 +1,4 @@
-"""The cache of measured kernels: one file for each device and torch version, in the user's cache folder.
+"""The cache of measured kernels: a file for each device, torch and setting of workspaces, in the user's cache folder.
 
 A kernel that is called with what it does not expect may end the process (it reads a device's pointer on the host, say),
 and everything measured before would be lost with it, again and again. So rows are saved every few seconds, and the kind
@@ -31,6 +31,8 @@ _FORMAT = "remat-kernel-costs"
 _VERSION = 1
 _MARKER = ".trying"
 SAVE_S = 5.0
+# of aten/src/ATen/cuda/CublasHandlePool.cpp
+_WORKSPACE_SETTINGS = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE")
 FATAL = "it ended the process in which it was last measured"
 
 
@@ -94,7 +96,7 @@ class Cache:
     def open(folder: Path | None, device: torch.device) -> Cache:
         if folder is None:
             return Cache(None)
-        name = f"{device_name(device)} torch {torch.__version__}"
+        name = " ".join([f"{device_name(device)} torch {torch.__version__}", *workspace_settings(device)])
         slug = re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
         cache = Cache(folder / f"{slug}.json")
         cache._load()
@@ -175,6 +177,12 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"cpu {_cpu_model()}, {threads} thread{'s' if threads != 1 else ''}"
+
+
+def workspace_settings(device: torch.device) -> list[str]:
+    """List the variables of the environment that are set and change how many bytes libraries take on `device`."""
+    names = _WORKSPACE_SETTINGS if device.type == "cuda" else ()
+    return [f"{name} {os.environ[name]}" for name in names if name in os.environ]
 
 
 @functools.cache

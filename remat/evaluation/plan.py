@@ -37,6 +37,7 @@ VERSION = 5
 WITHOUT_SLICES = 4  # the version of a plan that lets go of nothing between slices
 WITHOUT_OFFLOADS = 3  # ... that has nothing on the host
 TOKEN_CAP = "token_cap"  # key of `Plan.about`: the batches of many lengths that the plan fits
+SHORTEST = 2  # tokens of their longest row, at least: a row of one is traced by itself, and has nothing to predict
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from remat.costing.timing_cache import workspace_settings
 from remat.errors import RematError, UsageError
 from remat.evaluation.alternative import in_two_lines
 from remat.evaluation.plan import Plan
@@ -90,12 +91,9 @@ def _made(
 ) -> Plan:
     from remat.planning.planner import plan
 
-    if "lengths" in options:  # the data decide the longest
-        shorter = [length for length in options["lengths"] if length < (workload.seq_len or 0)]
-        options = {**options, "lengths": shorter}
     tell(trainer, f"planning the step of {workload.name} within {budget}, once")
     started = time.monotonic()
-    made = plan(workload, budget=budget, target=target, loop=loop_of(trainer), **options)
+    made = plan(workload, budget=budget, target=target, loop=loop_of(trainer), **for_data(workload, options))
     where = "not kept: there is no cache folder"
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,6 +105,13 @@ def _made(
     for line in in_two_lines(made.alternatives):
         tell(trainer, line)
     return made
+
+
+def for_data(workload: Workload, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of `remat.plan` without lengths that the data do not reach: these decide the longest."""
+    if "lengths" not in options:
+        return options
+    return {**options, "lengths": [length for length in options["lengths"] if length < (workload.seq_len or 0)]}
 
 
 def tell(trainer: Any, text: str) -> None:
@@ -134,6 +139,7 @@ def _key(trainer: Any, workload: Workload, asked: dict[str, Any]) -> str:
         "asked": asked,
         "versions": versions(),
         "device": torch.cuda.get_device_name() if asked["target"] == "cuda" else "",
+        "workspaces": workspace_settings(torch.device(asked["target"])),
         "model": [f"{type(m).__module__}.{type(m).__qualname__}" for m in trainer.model.modules()],
         "state": state_of(trainer.model),
         "parameters": [(n, list(p.shape), str(p.dtype), p.requires_grad) for n, p in trainer.model.named_parameters()],

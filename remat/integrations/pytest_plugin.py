@@ -5,13 +5,21 @@ Put `pytest_plugins = ["remat.integrations.pytest_plugin"]` into conftest.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from remat.errors import Infeasible, NoPlanInTime, UsageError
+
 if TYPE_CHECKING:
+    from remat.evaluation.plan import Plan
     from remat.planning.checking import Verdict
+    from remat.workload.workload import Workload
+
+OWN = " The Trainer's own checkpointing is not counted: plan it with RematCallback(budget=...), and it is judged so."
 
 
 @pytest.fixture
@@ -23,17 +31,49 @@ def fits() -> Callable[..., Verdict]:
 def require_fits(training: Any, budget: str | int = "auto", **options: Any) -> Verdict:
     """Fail the test if a training step does not fit a budget.
 
-    training  a Trainer or a `remat.Workload`
+    training  a `remat.Workload`, or a Trainer: under the plan of its RematCallback, else without checkpointing
     budget, options  as in `remat.check`
 
-    Returns the verdict.
+    Returns the verdict. Raises UsageError for anything else.
     """
     import remat
+    from remat.integrations.trainer_workload import is_trainer, own_checkpointing
 
-    if not isinstance(training, remat.Workload):
-        options.setdefault("loop", remat.loop_of(training))
-        training = remat.workload_of(training)
-    verdict = remat.check(training, budget=budget, **options)
+    own = ""
+    with _without_debug_logs():
+        if is_trainer(training):
+            trainer, training = training, remat.workload_of(training)
+            options = {"loop": remat.loop_of(trainer), **options}
+            options = {"plan": _plan_of(trainer, training, options), **options}
+            if options["plan"] is None and own_checkpointing(trainer.args, trainer.model):
+                own = OWN
+        elif not isinstance(training, remat.Workload):
+            raise UsageError(f"fits takes a Trainer or a remat.Workload, not {training!r}.")
+        verdict = remat.check(training, budget=budget, **options)
     if not verdict.fits:
-        pytest.fail(str(verdict), pytrace=False)
+        pytest.fail(f"{verdict}{own}", pytrace=False)
     return verdict
+
+
+def _plan_of(trainer: Any, workload: Workload, options: dict[str, Any]) -> Plan | None:
+    """Return the plan of a Trainer's RematCallback, None if it has none; fail the test if there is no such plan."""
+    from remat.integrations.transformers import RematCallback
+
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, RematCallback):
+            try:
+                return callback.planned(workload, target=options.get("target", "auto"), loop=options["loop"])
+            except (Infeasible, NoPlanInTime) as refusal:
+                pytest.fail(f"RematCallback has no plan: {refusal}", pytrace=False)
+    return None
+
+
+@contextlib.contextmanager
+def _without_debug_logs() -> Iterator[None]:
+    """Keep torch's traces of fake tensors out of the logs that pytest shows of a test that fails."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.DEBUG))
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Sampler
 
 from remat.errors import UsageError
-from remat.evaluation.plan import TOKEN_CAP, Plan
+from remat.evaluation.plan import SHORTEST, TOKEN_CAP, Plan
 
 POOL = 50  # batches' worth of rows that are sorted by length together
 
@@ -35,14 +35,18 @@ class TokenCap:
         """Return whether `rows` rows of `total` tokens, the longest of `longest`, are within the cap."""
         if longest > self.longest:
             return False
-        return total <= self.tokens if self.packed else rows <= self.rows and rows * longest <= self.tokens
+        if self.packed:
+            return total <= self.tokens
+        most = self.rows if longest >= SHORTEST else self.tokens // self.longest
+        return rows <= most and rows * longest <= self.tokens
 
 
 class TokenBatches(Sampler[list[int]]):
     """A batch sampler: lists of row numbers, each list within the token cap of a plan.
 
     Rows of similar length come together, so that little is padding. Where the plan is for packed rows, a list holds the
-    sequences of one row. Under DistributedDataParallel give each rank rows of its own, with as many batches.
+    sequences of one row. Rows of one token are traced by themselves: a batch of them alone has no more rows than one of
+    the longest. Under DistributedDataParallel give each rank rows of its own, with as many batches.
 
     Args:
         lengths: Tokens of each row of the data set.

@@ -50,7 +50,7 @@ from remat.integrations.generated_batches import GeneratedBatches, makes_batches
 from remat.integrations.modules_around import around, tensors_around
 from remat.integrations.one_process import one_process
 from remat.integrations.settings import outputs_in_fp32
-from remat.integrations.text_rows import hold_text, longest_first
+from remat.integrations.text_rows import hold_text, longest_first, widest_first
 from remat.workload.optimizers import MakeOptimizer
 from remat.workload.reference import call_reference
 from remat.workload.training_loop import TrainingLoop
@@ -268,6 +268,8 @@ class _Rows:
             return self._generated.longest_first(rows)
         if hold_text(rows):
             return longest_first(rows, self._collate)
+        if all(isinstance(row, Mapping) for row in rows):
+            return widest_first(rows, self._collate)
         return sorted(rows, key=lambda row: (-(_length(row) or 0), -_size(row)))
 
     def _masks_with_padding(self, rows: list[Any]) -> frozenset[str]:

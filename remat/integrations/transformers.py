@@ -50,6 +50,8 @@ from remat.integrations.trainer_workload import (
     turn_off_checkpointing,
     workload_of,
 )
+from remat.workload.training_loop import TrainingLoop
+from remat.workload.workload import Workload
 
 __all__ = ["RematCallback", "loop_of", "step", "workload_of"]
 
@@ -165,6 +167,18 @@ class RematCallback(TrainerCallback):
             apply(model, plan, on_larger=self.on_larger, verify_first_step=self.verify_first_step)
         self.plan = plan
         optimizer_as_planned(plan, kwargs.get("optimizer"))
+
+    def planned(self, workload: Workload, *, target: str, loop: TrainingLoop) -> Plan:
+        """Return the plan that training would run under on `target`. Raises what `remat.plan` raises."""
+        if self._compiles:
+            raise UsageError(
+                "RematCallback(compile=True) plans in the first step, on the machine that trains: no plan is known yet."
+            )
+        from remat.integrations.planned_trainer import for_data
+        from remat.planning.planner import plan
+
+        options = for_data(workload, self._options)
+        return self.plan or plan(workload, budget=self._budget or "auto", target=target, loop=loop, **options)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

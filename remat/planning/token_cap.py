@@ -27,7 +27,7 @@ from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, RematError, UsageError
 from remat.evaluation.form import Form, form_of
-from remat.evaluation.plan import TOKEN_CAP, Plan
+from remat.evaluation.plan import SHORTEST, TOKEN_CAP, Plan
 from remat.planning.budget import Budget
 from remat.planning.checking import limit_bytes, needed_bytes
 from remat.planning.estimate import estimate_under, recorded_for
@@ -37,7 +37,6 @@ from remat.planning.request import PlanRequest, RequestKeywords
 from remat.workload.training_loop import TrainingLoop, is_power_of_two
 from remat.workload.workload import Workload
 
-SHORTEST = 2  # tokens: a row of one is traced by itself, and has nothing to predict
 FINE = 16  # parts of a row in which a cap above full rows is looked for
 CLOSE_SHARE = 0.01  # of a packed row: how near to the most tokens the search comes
 ROUNDS = 4  # of Rule 2
@@ -79,8 +78,8 @@ def most_tokens(
 
     Returns:
         The plan. `plan.about["token_cap"]` has the most `tokens` of a batch, the most `rows`, and `longest`, the
-        most tokens of a row. No batch within all three requests more than the budget. `remat.TokenBatches` makes such
-        batches.
+        most tokens of a row. No batch within all three, with a row of two tokens or more, requests more than the
+        budget. `remat.TokenBatches` makes such batches.
 
     Raises:
         Infeasible: Not even one row fits: one of the longest length, or packed, of two tokens.
