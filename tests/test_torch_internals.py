@@ -810,6 +810,10 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     "_C._push_on_torch_dispatch_stack": ("see what a saved node returns", lambda: Lean().__enter__()),
     "_C._pop_torch_dispatch_stack": ("see what a saved node returns", lambda: Lean().__exit__()),
     "_C._len_torch_dispatch_stack": ("see what a saved node returns", training.in_lean_mode),
+    "overrides._get_current_function_mode_stack": (
+        "name the modes that are on around a model",
+        training.function_modes,
+    ),
     "utils._python_dispatch._disable_current_modes": ("copy buffers unseen", training.without_modes),
     "autograd.Variable._execution_engine": (
         "hide weights again after a backward",

@@ -39,6 +39,12 @@ class UnseenMode(TorchDispatchMode):
         return True
 
 
+def function_modes() -> list[str]:
+    """List the names of the torch function modes that are on, as by `torch.set_default_device`."""
+    stack = internal("overrides._get_current_function_mode_stack", "name the modes that are on around a model")
+    return [type(mode).__name__ for mode in stack()]
+
+
 def saved_tensors_are_hooked() -> bool:
     """Return whether autograd passes saved tensors to hooks, as within `torch.utils.checkpoint`."""
     top = internal("_C._autograd._top_saved_tensors_default_hooks", "see whether a checkpoint is around a graph")

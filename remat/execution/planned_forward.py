@@ -27,6 +27,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from remat._torch.dynamo import frames_traced
+from remat._torch.training import function_modes
 from remat.capture.attention_masks import PADDED_BATCH, Masks, takes_mask
 from remat.capture.circumstances import differences, given_to, hooked, state_of, versions, without_shapes
 from remat.capture.dynamo import (
@@ -540,6 +541,8 @@ class PlannedForward(UnderPlan):
         found = {"batch": given, "versions": versions(), **state_of(self.model)}
         planned = {**self.plan.about, "batch": self._now.forward.given}
         said = [f"the plan was made for {self.plan.about['workload']!r}, {what}", *differences(planned, found)]
+        if modes := function_modes():
+            said.append(f"a torch function mode is on ({', '.join(modes)}), under which Dynamo may leave out operators")
         return PlanMismatch(f"{'; '.join([*said, self._remedy(graph_module)])}.")
 
     def _larger_mismatch(self, fit: Fit, graph_module: fx.GraphModule) -> PlanMismatch | None:
