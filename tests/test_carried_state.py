@@ -112,7 +112,7 @@ def test_a_model_that_carries_state_trains_bit_by_bit_as_without_a_plan(name: st
     assert counts_of(model).regions >= 7 * len(plan.regions)
 
 
-@pytest.mark.third
+@pytest.mark.often("buffered", "momentum", "cached", "averages")
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CARRYING)
 def test_fifty_steps_within_three_quarters_of_the_step_are_bitwise_and_validate(name: str) -> None:

@@ -675,14 +675,8 @@ def every_architecture() -> list[Any]:
 
 
 OFTEN = (
-    *(
-        "MistralForCausalLM",
-        "GptOssForCausalLM",
-        "BambaForCausalLM",
-        "DebertaV2ForMaskedLM",
-        "BartForConditionalGeneration",
-    ),
-    *("HubertForSequenceClassification", "Qwen3VLForConditionalGeneration", "SegformerForSemanticSegmentation"),
+    *("GptOssForCausalLM", "DebertaV2ForMaskedLM", "BartForConditionalGeneration"),
+    *("Qwen3VLForConditionalGeneration", "SegformerForSemanticSegmentation"),
 )
 
 

@@ -61,7 +61,10 @@ def costs_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.param("trl_sft", "trl", marks=pytest.mark.exhaustive),
         pytest.param(
             *("trl_grpo", "trl"),
-            marks=[pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore:the first step under the plan is not")],
+            marks=[
+                *(pytest.mark.exhaustive, pytest.mark.nightly),  # test_trainers.py has GRPO every day
+                pytest.mark.filterwarnings("ignore:the first step under the plan is not"),
+            ],
         ),
         pytest.param("axolotl_yaml", "axolotl", marks=pytest.mark.exhaustive),
         pytest.param("llama_factory", "llamafactory", marks=pytest.mark.exhaustive),

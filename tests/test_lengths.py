@@ -92,6 +92,7 @@ def test_a_length_that_saves_no_time_has_no_plan_of_its_own() -> None:
     assert remat.plan(TEXT, budget="100%step", target="cpu", lengths=LENGTHS).shorter == ()
 
 
+@pytest.mark.exhaustive
 def test_a_length_without_a_plan_in_time_runs_under_the_next() -> None:
     made = planned()
     alone = dataclasses.replace(made, shorter=())

@@ -551,6 +551,7 @@ SLOW = {
     "remat.compile(": "plans and compiles C++, twice",
     "remat.integrations.transformers": "trains four steps; test_trainers.py makes and trains such a plan",
     "remat.integrations.lightning": "test_frameworks.py runs the same as an example",
+    "remat.integrations.accelerate": "test_frameworks.py runs the same as an example",
 }
 
 

@@ -133,6 +133,7 @@ def test_the_record_in_other_slices_is_that_of_the_step(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("language-options0", "language-amp-options1", "language-amp-options2")
 @pytest.mark.parametrize(
     "options", [{"loop": TrainingLoop(accumulation=4)}, {"loop": TrainingLoop(clip_grad_norm=True)}, {"fused": True}]
 )

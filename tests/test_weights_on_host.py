@@ -133,7 +133,7 @@ def test_gradients_are_bitwise_under_many_random_plans(workload: Workload) -> No
     model = on_host(copy.deepcopy(plain), plan_by_hand(graph, ()), LateCopies())
     expected, planned = gradients(plain, workload.autocast), planned_forward(model)
     draw = random.Random(0)
-    for number in range(examples(150, 1000)):
+    for number in range(examples(60, 1000)):
         made = plan_by_hand(graph, sensible(graph, regions(draw, graph)))
         planned.plan = dataclasses.replace(made, about={**made.about, "weights_on_host": LAYERS})
         planned.watch(observe=False)
@@ -522,6 +522,7 @@ LARGER = dataclasses.replace(FROZEN, batch_size=64)
     ],
     ids=["toy", "lora"],
 )
+@pytest.mark.often("toy")
 def test_a_plan_with_layers_on_the_host_is_measured_as_predicted_and_bitwise(
     workload: Workload, budget: str, layers: set[str]
 ) -> None:
