@@ -896,6 +896,23 @@ CHAIN = Joint((value("a", 4, (), 2), value("b", 4, (0,), 1), value("c", 4, (1,),
 
 
 @pytest.mark.parametrize(
+    ("saved", "stage"),
+    [
+        ("ac", 1),  # b is made again for stage 1: its code runs at the end of stage 0
+        ("ab", 0),  # c is made again in stage 0 itself
+    ],
+)
+def test_bytes_of_what_is_made_before_a_call_count_to_the_choices_that_make_it(saved: str, stage: int) -> None:
+    search, choice = Search.__new__(Search), judged(CHAIN, saved)
+    search.joint, search.uses = dataclasses.replace(CHAIN, calls={"call": 1}), 1
+    search.lowered = {choice.saved: Halves(20, choice.kept_bytes, 20, {"": 20, "call": 9})}
+    more = search._corrected(CompiledBytes(0, (0, 0, 0)), choice)
+    assert more.backward == (0, 0, 0)
+    assert more.in_stages(choice)[stage] == 20
+    assert more.in_stages(judged(CHAIN, "abc")) == list(judged(CHAIN, "abc").alive_bytes)
+
+
+@pytest.mark.parametrize(
     ("saved", "remade_us", "kept", "alive"),
     [
         ("abc", 0, 12, (13, 9, 5)),

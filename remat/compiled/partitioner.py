@@ -495,19 +495,23 @@ class Search:
     def _corrected(self, more: CompiledBytes, choice: Choice) -> CompiledBytes:
         """Say of a choice whose code exceeds the budget that it does.
 
-        Where its highest stage needs more than was thought, values that it makes again in that stage are why; if there
-        are none, every choice needs that. In other stages, buffers may wait for others of their size below that peak.
+        Where its highest stage needs more than was thought, values that it makes again in that stage are why, or before
+        the call of the next one; if there are none, every choice needs that. In other stages, buffers may wait for
+        others of their size below that peak.
         """
         seen, backward, making = self.lower(choice), list(more.backward), dict(more.making)
         expected, by_stage = more.in_stages(choice), self._by_stage(choice)
         highest = max(by_stage.values())
         for stage in (stage for stage, size in by_stage.items() if size == highest):
+            again = choice.made_again.values()
+            if stage not in again and stage + 1 in again:
+                stage += 1
             if (missing := highest - expected[stage]) <= 0:
                 continue
-            again = {v: self.joint.values[v].size_bytes for v, made in choice.made_again.items() if made == stage}
-            if not (total := sum(again.values())):
+            made = {v: self.joint.values[v].size_bytes for v, when in choice.made_again.items() if when == stage}
+            if not (total := sum(made.values())):
                 backward[stage] += missing
-            for v, size_bytes in again.items() if total else ():
+            for v, size_bytes in made.items():
                 making[v, stage] = making.get((v, stage), 0) + -(-missing * size_bytes // total)
         forward = max(more.forward, (self.uses - 1) * seen.kept + seen.forward - choice.kept_bytes)
         return CompiledBytes(forward, tuple(backward), making)
