@@ -31,7 +31,8 @@ def fits() -> Callable[..., Verdict]:
 def require_fits(training: Any, budget: str | int = "auto", **options: Any) -> Verdict:
     """Fail the test if a training step does not fit a budget.
 
-    training  a `remat.Workload`, or a Trainer: under the plan of its RematCallback, else without checkpointing
+    training  a `remat.Workload`, or a Trainer: under the plan of its RematCallback, which needs no margin, else without
+              checkpointing
     budget, options  as in `remat.check`
 
     Returns the verdict. Raises UsageError for anything else.
@@ -44,8 +45,9 @@ def require_fits(training: Any, budget: str | int = "auto", **options: Any) -> V
         if is_trainer(training):
             trainer, training = training, remat.workload_of(training)
             options = {"loop": remat.loop_of(trainer), **options}
-            options = {"plan": _plan_of(trainer, training, options), **options}
-            if options["plan"] is None and own_checkpointing(trainer.args, trainer.model):
+            if "plan" not in options and (plan := _plan_of(trainer, training, options)) is not None:
+                options = {"plan": plan, "headroom": 0, **options}
+            elif own_checkpointing(trainer.args, trainer.model):
                 own = OWN
         elif not isinstance(training, remat.Workload):
             raise UsageError(f"fits takes a Trainer or a remat.Workload, not {training!r}.")
