@@ -6,6 +6,7 @@ CARD_ARITHMETIC=off.
 
 from __future__ import annotations
 
+import ast
 import copy
 import os
 import subprocess
@@ -189,12 +190,14 @@ def test_autocast_has_the_lists_of_cuda() -> None:
 
 
 def test_a_compiled_kernel_computes_in_a_process_that_finds_it_in_a_cache(tmp_path: Path) -> None:
-    run = "torch.compile(lambda x: (x.sin() + 1).cos())(torch.arange(8., device='cuda'))"
-    program = f"import torch; print({run}.tolist())"
+    call = "torch.compile(lambda x: (x.sin() + 1).cos())(torch.arange(8., device='cuda'))"
+    program = f"import torch; print({call}.tolist())"
     folder = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     runs = [
         subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=folder)
         for _ in range(2)
     ]
     assert [run.returncode for run in runs] == [0, 0], runs[1].stderr
-    assert runs[0].stdout == runs[1].stdout != ""
+    expected = (torch.arange(8.0).sin() + 1).cos()
+    for run in runs:
+        torch.testing.assert_close(torch.tensor(ast.literal_eval(run.stdout)), expected)

@@ -903,13 +903,21 @@ CHAIN = Joint((value("a", 4, (), 2), value("b", 4, (0,), 1), value("c", 4, (1,),
     ],
 )
 def test_bytes_of_what_is_made_before_a_call_count_to_the_choices_that_make_it(saved: str, stage: int) -> None:
-    search, choice = Search.__new__(Search), judged(CHAIN, saved)
-    search.joint, search.uses = dataclasses.replace(CHAIN, calls={"call": 1}), 1
-    search.lowered = {choice.saved: Halves(20, choice.kept_bytes, 20, {"": 20, "call": 9})}
-    more = search._corrected(CompiledBytes(0, (0, 0, 0)), choice)
-    assert more.backward == (0, 0, 0)
-    assert more.in_stages(choice)[stage] == 20
-    assert more.in_stages(judged(CHAIN, "abc")) == list(judged(CHAIN, "abc").alive_bytes)
+    for call in (9, 20):  # a stage as high as the one before is no more to correct
+        search, choice = Search.__new__(Search), judged(CHAIN, saved)
+        search.joint, search.uses = dataclasses.replace(CHAIN, calls={"call": 1}), 1
+        search.lowered = {choice.saved: Halves(20, choice.kept_bytes, 20, {"": 20, "call": call})}
+        more = search._corrected(CompiledBytes(0, (0, 0, 0)), choice)
+        assert more.in_stages(choice)[stage] == 20
+        if call == 9:
+            assert more.in_stages(judged(CHAIN, "abc")) == list(judged(CHAIN, "abc").alive_bytes)
+
+
+def test_calls_are_out_of_order_where_a_later_stage_ran_before() -> None:
+    joint = dataclasses.replace(CHAIN, calls={f"c{stage}": stage for stage in range(1, 6)})
+    calls = {f"c{stage}": 0 for stage in (5, 1, 2, 3, 4)}
+    assert partitioner._disorder(joint, Halves(0, 0, 0, calls)) == 4
+    assert partitioner._disorder(joint, Halves(0, 0, 0, dict(sorted(calls.items())))) == 0
 
 
 @pytest.mark.parametrize(

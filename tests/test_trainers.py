@@ -9,7 +9,7 @@ import importlib
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,9 @@ from remat.evaluation.form import Form  # noqa: E402
 from remat.fusion import fused_group, kernels  # noqa: E402
 from remat.integrations import generation_phases, planned_trainer, trainer_workload  # noqa: E402
 from remat.integrations.pytest_plugin import OWN, require_fits  # noqa: E402
-from remat.integrations.text_rows import widest_first  # noqa: E402
 from remat.integrations.trainer_workload import loop_of, workload_of  # noqa: E402
 from remat.integrations.transformers import RematCallback  # noqa: E402
+from remat.integrations.widest_rows import widest_first  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo", "one_thread"),
@@ -186,23 +186,60 @@ def test_a_trainer_is_judged_under_the_plan_of_its_callback(tmp_path: Path) -> N
         require_fits(trainer(tmp_path, RematCallback(budget=1 << 16)), budget, target="cpu")
 
 
+def padded_apart(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A batch each of whose columns is as wide as its longest row."""
+    return {f"{name}": torch.zeros(len(samples), max(len(row[name]) for row in samples)) for name in samples[0]}
+
+
+def paired(pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A batch of prompts, with one answer and with the other."""
+    widths = [len(pair["prompt"]) + max(len(pair["chosen"]), len(pair["rejected"])) for pair in pairs]
+    return {"input_ids": torch.zeros(2 * len(pairs), max(widths))}
+
+
+def columns(**lengths: Sequence[int]) -> list[dict[str, Any]]:
+    return [dict(zip(lengths, ([0] * n for n in row), strict=True)) for row in zip(*lengths.values(), strict=True)]
+
+
 def test_rows_of_pairs_are_as_wide_as_the_longer_answer_with_its_prompt() -> None:
-    def collate(pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        widths = [len(pair["prompt"]) + max(len(pair["chosen"]), len(pair["rejected"])) for pair in pairs]
-        return {"input_ids": torch.zeros(2 * len(pairs), max(widths))}
-
-    pairs = [
-        {"prompt": [0] * prompt, "chosen": [0] * chosen, "rejected": [0] * rejected}
-        for prompt, chosen, rejected in [(9, 6, 6), (1, 20, 1), (2, 2, 2)]
-    ]
-    assert widest_first(pairs, collate) == [pairs[1], pairs[0], pairs[2]]
+    pairs = columns(prompt=(9, 1, 2), chosen=(6, 20, 2), rejected=(6, 1, 2))
+    for count in (1, 2):
+        assert pairs[1] in widest_first(pairs, count, paired)[:count]
 
 
-def test_the_longest_of_every_column_are_in_the_batch() -> None:
-    """Texts and their translations are padded apart."""
-    lengths = [(5, 5), (9, 2), (8, 3), (2, 7)]
-    pairs = [{"input_ids": [0] * text, "labels": [0] * translation} for text, translation in lengths]
-    assert widest_first(pairs, dict) == [pairs[1], pairs[3], pairs[2], pairs[0]]
+def test_a_text_and_its_translation_are_each_the_longest() -> None:
+    pairs = columns(input_ids=(5, 9, 8, 2), labels=(5, 2, 3, 7))
+    assert widest_first(pairs, 2, padded_apart)[:2] == [pairs[1], pairs[3]]
+
+
+def test_columns_that_make_no_batch_larger_change_nothing() -> None:
+    """As the number of sequences that were packed into a row."""
+    rows = columns(input_ids=(9, 7, 8), seq_lengths=(1, 5, 2))
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.zeros(1, sum(len(row["input_ids"]) for row in samples))}
+
+    assert widest_first(rows, 2, collate) == [rows[0], rows[2], rows[1]]
+
+
+def test_rows_of_one_size_are_not_collated_to_be_sorted() -> None:
+    def collate(samples: Any) -> Any:
+        raise AssertionError("collated")
+
+    images = [{"pixel_values": torch.zeros(3, 8, 8), "labels": 0, "name": "cat"[: i % 4]} for i in range(5)]
+    assert widest_first(images, 2, collate) == images
+    texts = columns(input_ids=(3, 5, 4), attention_mask=(3, 5, 4))
+    assert widest_first(texts, 2, collate) == [texts[1], texts[2], texts[0]]
+    assert widest_first([(1, 2), (3, 4)], 2, collate) == [(1, 2), (3, 4)]
+    assert widest_first([], 2, collate) == []
+
+
+def test_rows_that_a_collator_rejects_are_sorted_by_size() -> None:
+    def collate(samples: Any) -> Any:
+        raise KeyError("labels")
+
+    pairs = columns(prompt=(9, 1, 2), chosen=(6, 20, 2), rejected=(6, 1, 2))
+    assert widest_first(pairs, 2, collate) == [pairs[1], pairs[0], pairs[2]]
 
 
 def test_rows_are_cut_and_repeated_with_the_lengths_packed_in_them() -> None:

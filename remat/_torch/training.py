@@ -40,7 +40,7 @@ class UnseenMode(TorchDispatchMode):
 
 
 def function_modes() -> list[str]:
-    """List the names of the torch function modes that are on, as by `torch.set_default_device`."""
+    """List the torch function modes that are on, as by `torch.set_default_device`; none while Dynamo traces."""
     stack = internal("overrides._get_current_function_mode_stack", "name the modes that are on around a model")
     return [type(mode).__name__ for mode in stack()]
 

@@ -22,7 +22,7 @@ from torch import fx
 import remat
 from remat._torch.inductor import settings_of_inductor
 from remat._torch.symbols import hinted
-from remat.costing.timing_cache import device_name
+from remat.costing.timing_cache import device_name, workspace_settings
 from remat.errors import UsageError
 from remat.files import default_cache, write_atomically
 
@@ -31,9 +31,11 @@ class ResultCache:
     """Results for one graph. It is a convenience and never an error."""
 
     def __init__(self, graph_module: fx.GraphModule, device: torch.device, *of: Any, is_on: bool):
-        root = default_cache() if is_on else None
+        root, self.of = default_cache() if is_on else None, ""
         self.folder = root and root / "compiled"
-        self.of = _digest(_text_of(graph_module), device_name(device), _versions(), *of) if self.folder else ""
+        if self.folder:
+            around = device_name(device), workspace_settings(device), _versions()
+            self.of = _digest(_text_of(graph_module), *around, *of)
 
     def get(self, make: Callable[[], Any], *of: Any) -> Any:
         """Return what `make` returns, or returned for the same `of`: lists, numbers and text, as JSON gives them."""

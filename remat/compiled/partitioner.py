@@ -502,10 +502,9 @@ class Search:
         seen, backward, making = self.lower(choice), list(more.backward), dict(more.making)
         expected, by_stage = more.in_stages(choice), self._by_stage(choice)
         highest = max(by_stage.values())
-        for stage in (stage for stage, size in by_stage.items() if size == highest):
-            again = choice.made_again.values()
-            if stage not in again and stage + 1 in again:
-                stage += 1
+        again = set(choice.made_again.values())
+        peaks = (stage for stage, size in by_stage.items() if size == highest)
+        for stage in sorted({stage + (stage not in again and stage + 1 in again) for stage in peaks}):
             if (missing := highest - expected[stage]) <= 0:
                 continue
             made = {v: self.joint.values[v].size_bytes for v, when in choice.made_again.items() if when == stage}
@@ -547,7 +546,7 @@ def _above(peak_bytes: int, budget_bytes: int) -> str:
 def _disorder(joint: Joint, lowered: Halves) -> int:
     """Count the calls of backward that code runs after one of a later stage."""
     stages = [joint.calls[name] for name in lowered.calls if name in joint.calls]
-    return sum(later < earlier for earlier, later in itertools.pairwise(stages))
+    return sum(stage < latest for stage, latest in zip(stages, itertools.accumulate(stages, max), strict=True))
 
 
 def _price(choice: Choice) -> float:

@@ -96,7 +96,9 @@ class Cache:
     def open(folder: Path | None, device: torch.device) -> Cache:
         if folder is None:
             return Cache(None)
-        name = " ".join([f"{device_name(device)} torch {torch.__version__}", *workspace_settings(device)])
+        name = f"{device_name(device)} torch {torch.__version__}"
+        if settings := workspace_settings(device):
+            name += f" workspaces {hashlib.sha256(repr(settings).encode()).hexdigest()[:8]}"
         slug = re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
         cache = Cache(folder / f"{slug}.json")
         cache._load()
@@ -182,7 +184,7 @@ def device_name(device: torch.device) -> str:
 def workspace_settings(device: torch.device) -> list[str]:
     """List the variables of the environment that are set and change how many bytes libraries take on `device`."""
     names = _WORKSPACE_SETTINGS if device.type == "cuda" else ()
-    return [f"{name} {os.environ[name]}" for name in names if name in os.environ]
+    return [f"{name}={value}" for name in names if (value := os.environ.get(name))]
 
 
 @functools.cache

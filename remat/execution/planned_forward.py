@@ -542,7 +542,10 @@ class PlannedForward(UnderPlan):
         planned = {**self.plan.about, "batch": self._now.forward.given}
         said = [f"the plan was made for {self.plan.about['workload']!r}, {what}", *differences(planned, found)]
         if modes := function_modes():
-            said.append(f"a torch function mode is on ({', '.join(modes)}), under which Dynamo may leave out operators")
+            said.append(
+                f"a torch function mode is on ({', '.join(modes)}): under some, Dynamo leaves out operators of a model "
+                "that is as planned"
+            )
         return PlanMismatch(f"{'; '.join([*said, self._remedy(graph_module)])}.")
 
     def _larger_mismatch(self, fit: Fit, graph_module: fx.GraphModule) -> PlanMismatch | None:

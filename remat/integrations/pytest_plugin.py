@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from remat.planning.checking import Verdict
     from remat.workload.workload import Workload
 
-OWN = " The Trainer's own checkpointing is not counted: plan it with RematCallback(budget=...), and it is judged so."
+OWN = " The Trainer's own checkpointing is not counted. With RematCallback(budget=...), it is judged under a plan."
+UNDER_PLAN = " That is under the plan of the Trainer's RematCallback: lower its budget."
 
 
 @pytest.fixture
@@ -41,12 +42,12 @@ def require_fits(training: Any, budget: str | int = "auto", **options: Any) -> V
     from remat.integrations.trainer_workload import is_trainer, own_checkpointing
 
     own = ""
-    with _without_debug_logs():
+    with _without_traces():
         if is_trainer(training):
             trainer, training = training, remat.workload_of(training)
             options = {"loop": remat.loop_of(trainer), **options}
             if "plan" not in options and (plan := _plan_of(trainer, training, options)) is not None:
-                options = {"plan": plan, "headroom": 0, **options}
+                options, own = {"plan": plan, "headroom": 0, **options}, UNDER_PLAN
             elif own_checkpointing(trainer.args, trainer.model):
                 own = OWN
         elif not isinstance(training, remat.Workload):
@@ -71,11 +72,14 @@ def _plan_of(trainer: Any, workload: Workload, options: dict[str, Any]) -> Plan 
 
 
 @contextlib.contextmanager
-def _without_debug_logs() -> Iterator[None]:
+def _without_traces() -> Iterator[None]:
     """Keep torch's traces of fake tensors out of the logs that pytest shows of a test that fails."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.DEBUG))
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("torch.")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(max(logger.getEffectiveLevel(), logging.INFO))
     try:
         yield
     finally:
-        logging.disable(before)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -25,19 +25,6 @@ def longest_first(rows: Sequence[Any], collate: Collate) -> list[Any]:
     return max(sorted_kinds, key=lambda found: sum(_sizes(found[0], collate).values()))
 
 
-def widest_first(rows: Sequence[Any], collate: Collate) -> list[Any]:
-    """Sort `rows` of tokens: first the longest in each column, or in each tensor of a batch of its own; then by size.
-
-    So a batch of the first ones is padded as wide as any. Preference rows are padded to a prompt with its longer
-    answer, which no column shows.
-    """
-    sizes = [_columns(row) if "input_ids" in row else _sizes(row, collate) or _columns(row) for row in rows]
-    by_size = sorted(range(len(rows)), key=lambda i: (-sizes[i].get("input_ids", 0), -sum(sizes[i].values())))
-    names = dict.fromkeys(["input_ids", *(name for found in sizes for name in found)])
-    leading = [max(by_size, key=lambda i: sizes[i].get(name, 0)) for name in names]
-    return [rows[i] for i in dict.fromkeys([*leading, *by_size])]
-
-
 def hold_text(rows: Sequence[Any]) -> bool:
     """Return whether `rows` contain text that their collator has to tokenize."""
     if not rows or not all(isinstance(row, Mapping) for row in rows) or "input_ids" in rows[0]:
@@ -57,11 +44,6 @@ def _sorted(rows: list[Row], collate: Collate) -> list[Row]:
         lengths = [_length_of(column, row, found) for row, found in zip(rows, sizes, strict=True)]
         orders[column] = sorted(range(len(rows)), key=lengths.__getitem__, reverse=True)
     return [{**row, **{c: rows[orders[c][i]][c] for c in columns}} for i, row in enumerate(rows)]
-
-
-def _columns(row: Row) -> dict[str, int]:
-    """Return the lengths of a row's columns."""
-    return {name: len(value) for name, value in row.items() if hasattr(value, "__len__") and not _is_text(value)}
 
 
 def _sizes(row: Row, collate: Collate) -> dict[str, int]:

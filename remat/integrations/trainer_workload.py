@@ -44,13 +44,15 @@ from remat._torch.training import UnseenMode, fakes_are_on, without_modes
 from remat.capture import trl_head
 from remat.capture.beside_parameters import HOLDERS, carry_over, tensors_beside
 from remat.capture.copies import copied
+from remat.capture.model_state import generators_kept
 from remat.errors import UsageError
 from remat.execution.planned_forward import checkpoints_itself
 from remat.integrations.generated_batches import GeneratedBatches, makes_batches, refuse_unknown_batches, reward_models
 from remat.integrations.modules_around import around, tensors_around
 from remat.integrations.one_process import one_process
 from remat.integrations.settings import outputs_in_fp32
-from remat.integrations.text_rows import hold_text, longest_first, widest_first
+from remat.integrations.text_rows import hold_text, longest_first
+from remat.integrations.widest_rows import length_of, widest_first
 from remat.workload.optimizers import MakeOptimizer
 from remat.workload.reference import call_reference
 from remat.workload.training_loop import TrainingLoop
@@ -63,6 +65,7 @@ LENGTHS = "seq_lengths"  # of the sequences that TRL packed into a row
 Batch = dict[str, Any]
 
 
+@generators_kept()
 def workload_of(trainer: Any) -> Workload:
     """Make a workload from the step of a built `Trainer`: its model, loss, optimizer, precision and largest batch.
 
@@ -244,10 +247,11 @@ class _Rows:
                 self._collate, self._waiting = self._generated, self._generated.waiting
             packed = _packed(loader)
             self.batch_size = len(packed[0]) if packed else self.batch_size
-            sampled = self._sampled(loader, packed)
+            if not (sampled := self._sampled(loader, packed)):
+                raise UsageError("the train_dataset of this Trainer gives no rows, and a plan is made for its rows.")
             self._rows = sampled[: self.batch_size]
             self._padded = self._masks_with_padding(sampled)
-            self.length = self._generated.length(self._rows) if self._generated else _length(self._rows[0])
+            self.length = self._generated.length(self._rows) if self._generated else _longest(self._rows)
         self._made: dict[tuple[int, int | None], Batch] = {}
         with _real():
             self._reference = _tensors_of(_reference_of(trainer))
@@ -268,9 +272,7 @@ class _Rows:
             return self._generated.longest_first(rows)
         if hold_text(rows):
             return longest_first(rows, self._collate)
-        if all(isinstance(row, Mapping) for row in rows):
-            return widest_first(rows, self._collate)
-        return sorted(rows, key=lambda row: (-(_length(row) or 0), -_size(row)))
+        return widest_first(rows, self.batch_size, self._collate)
 
     def _masks_with_padding(self, rows: list[Any]) -> frozenset[str]:
         """Return the names of masks with zeros in a batch of the longest and the shortest of `rows`."""
@@ -330,26 +332,16 @@ def _packed(loader: Any) -> list[Any]:
     return batches if batches and batches[0] and isinstance(batches[0][0], (list, tuple)) else []
 
 
-def _size(row: Any) -> int:
-    """Return the number of tokens in a row, in any columns."""
-    if isinstance(row, list):
-        return sum(map(_size, row))
-    values = row.values() if isinstance(row, Mapping) else ()
-    return sum(len(value) for value in values if hasattr(value, "__len__") and not isinstance(value, (str, bytes)))
-
-
-def _length(row: Any) -> int | None:
-    if isinstance(row, list) and row and all(isinstance(each, Mapping) for each in row):
-        return sum(_length(each) or 0 for each in row)
-    ids = row.get("input_ids") if isinstance(row, Mapping) else None
-    return len(ids) if ids is not None and hasattr(ids, "__len__") else None
+def _longest(rows: list[Any]) -> int | None:
+    """Return the tokens of the longest of `rows`; None if they are no text."""
+    return max((length for row in rows if (length := length_of(row)) is not None), default=None)
 
 
 def _resized(row: Any, length: int) -> Any:
     """Cut or repeat `row` of text, or the packed rows in it, to `length` tokens."""
-    was = _length(row)
+    was = length_of(row)
     if was and isinstance(row, list):
-        each = [_length(member) or 0 for member in row]
+        each = [length_of(member) or 0 for member in row]
         return [_resized(row[i % len(row)], cut) for i, cut in enumerate(_cut(each, length)) if cut]
     if not was:
         return dict(row)
