@@ -27,6 +27,7 @@ from remat._torch.inductor import chosen_decompositions, compiling_with
 from remat._torch.training import clear_cublas_workspaces
 from remat.chunking.heads import find_heads
 from remat.chunking.withheld import LogitsWithheld
+from remat.compiled import joint as joint_module
 from remat.compiled import partitioner
 from remat.compiled.asked import CompileArguments
 from remat.compiled.joint import Joint, Value, joint_of, late_sums
@@ -1049,6 +1050,46 @@ def test_an_optimizer_steps_between_compiled_graphs_while_one_is_compiled(monkey
     alone = outside_of(model.parameters(), make)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert outside_of(model.parameters(), make) == alone
+
+
+class Noisy(nn.Module):
+    """Noise that a reduction reads in forward, and none in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + nn.functional.gelu(layer(norm(x + 0.5 * torch.randn_like(x))))
+        return x.square().mean()
+
+
+@pytest.mark.cuda
+def test_noise_of_a_planned_step_is_that_of_its_forward() -> None:
+    """A kernel in one dimension draws other numbers of a seed than a reduction: they would not be drawn again alike."""
+    found: list[list[torch.Tensor]] = []
+    for budget in (1 << 40, int(1.01 * (64 << 20)) + 7_300_000):
+        torch._dynamo.reset()
+        model, x = built(Noisy).cuda(), batch(2048, 64).cuda()
+        torch.manual_seed(1)
+        remat.compile(model, budget)(x).backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert all(map(torch.equal, *found))
+
+
+def test_numbers_are_drawn_once_where_kernels_draw_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    again: list[set[bool]] = []
+
+    def note(search: Search) -> None:
+        again.append({value.can_remake for value in search.joint.values if "inductor_random" in value.name})
+
+    look(MLP, batch(), note)
+    torch._dynamo.reset()
+    monkeypatch.setattr(joint_module, "draws_alike", lambda device: False)
+    look(MLP, batch(), note)
+    assert again == [{True}, {False}]
 
 
 @pytest.mark.cuda

@@ -976,6 +976,10 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
         "choose what a compiled forward saves",
         lambda: inductor.partition_saving(lambda *_: []),
     ),
+    "_inductor.codegen.triton.TritonOverrides": (
+        "tell whether kernels draw the same numbers",
+        lambda: inductor.draws_alike(torch.device("cuda")),
+    ),
     "_inductor.lowering.fallbacks": (
         "tell which operators fuse",
         lambda: inductor.calls_library(fx.Graph().call_function(torch.ops.aten.add.Tensor)),

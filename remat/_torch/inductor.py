@@ -235,6 +235,18 @@ def calls_library(node: fx.Node) -> bool:
     return counts_flops(node) or node.target in fallbacks or node.target not in lowerings
 
 
+def draws_alike(device: torch.device) -> bool:
+    """Return whether all kernels of Inductor draw the same random numbers of a seed.
+
+    On CUDA those in one dimension draw four at a time, another stream than that of reductions (`_can_use_4x_random`).
+    """
+    if device.type != "cuda":
+        return True
+    operators = internal("_inductor.codegen.triton.TritonOverrides", "tell whether kernels draw the same numbers")
+    config = internal("_inductor.config", "tell whether kernels draw the same numbers")
+    return not hasattr(operators, "_can_use_4x_random") or bool(getattr(config, "align_random_eager", False))
+
+
 def counts_flops(node: fx.Node) -> bool:
     """Return whether a node is a product, a convolution or attention."""
     return getattr(node.target, "overloadpacket", None) in flop_registry

@@ -15,7 +15,8 @@ Rule 3  A value is materialized where such a kernel makes or reads it, or where 
 Rule 4  Saving a value costs its read in backward, and its write where forward would not have written it. Making it
         again costs a kernel's time by the roofline, or its traffic where it fuses.
 Rule 5  Random operators, effects, collectives and operators that are not torch's own run once. So does what reads an
-        input that the forward writes.
+        input that the forward writes. Numbers that follow from a seed are drawn again only where all kernels draw the
+        same: on CUDA, one in a single dimension draws others of a seed than a reduction does.
 Rule 6  Backward decides as forward did. Where kernels fuse, a 16-bit value is rounded only as it is written. So random
         numbers are not saved in 16 bits: forward would compare them unrounded, and backward rounded. Integers made of
         floats, such as the experts of a token, run once.
@@ -46,7 +47,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from remat._torch.inductor import calls_library, policy_of
+from remat._torch.inductor import calls_library, draws_alike, policy_of
 from remat._torch.symbols import hinted
 from remat.capture.schemas import calls_view, written
 from remat.costing.roofline import kernel_us
@@ -156,7 +157,7 @@ class _Builder:
     """Nodes by what they are, while a table is made of them."""
 
     def __init__(self, graph: fx.Graph, is_backward: Callable[[fx.Node], bool], target: Target, reorders: bool):
-        self.target = target
+        self.target, self.redraws = target, draws_alike(device_of(graph))
         self.nodes = nodes = [node for node in graph.nodes if node.op != "output"]
         self.results = set(graph.find_nodes(op="output")[0].all_input_nodes)
         backward = [node for node in nodes if is_backward(node)]
@@ -287,7 +288,7 @@ class _Builder:
             isinstance(target, torch._ops.OpOverload)
             and target.namespace in _OWN
             and torch.Tag.nondeterministic_seeded not in target.tags
-            and _named(target) not in _DRAWS
+            and _named(target) not in (_DRAWS if self.redraws else (*_DRAWS, *_RANDOM))
             and not target._schema.is_mutable
             and not self.written & set(map(_base, node.all_input_nodes))
             and not _decides(result, node)

@@ -225,8 +225,8 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
     def _fixed(self) -> str:
         of = self.outside
         return (
-            f"{gib(of.always)} of it are parameters, optimizer state and batch, {gib(of.gradients)} gradients, and "
-            f"{gib(of.stepping)} the optimizer's temporaries"
+            f"{gib(of.always)} of it are parameters, optimizer state, batch and workspaces, {gib(of.gradients)} "
+            f"gradients, and {gib(of.stepping)} the optimizer's temporaries"
         )
 
 
@@ -440,6 +440,8 @@ class Search:
             if high - low <= NEAR * self.most_bytes:
                 break
             limit = (low + high) // 2
+        if self._cheapest() is None and (least := self._least(more)) is not None:
+            self.tried.append(least)
         if self._cheapest() is None:  # tables are off by less than what tells the choices of most ratios apart
             seen = min((self.needs(self.lower(each)) for each in self.tried), default=NO_LIMIT)
             may_fit = (each for each in self.portfolio if each.kept_bytes <= self.most_bytes)
@@ -455,8 +457,11 @@ class Search:
             return [solved.choice]
         if self._cheapest() is not None:
             return []
-        least = self.solve(NO_LIMIT, more, self.default, least=True)
-        return [*([least.choice] if least.choice else []), *self.portfolio]
+        return [*([least] if (least := self._least(more)) else []), *self.portfolio]
+
+    def _least(self, more: CompiledBytes) -> Choice | None:
+        """Return the choice that needs least by the table."""
+        return self.solve(NO_LIMIT, more, self.default, least=True).choice
 
     def _more(self, choice: Choice) -> CompiledBytes:
         """Return the bytes that compiled code needs beside the table's: by stage, but no more than overall.
