@@ -803,6 +803,23 @@ class MisledButOnce(Misled):
         return Halves(50, 50, 50, {}) if choice.kept_bytes == 50 else super().lower(choice)
 
 
+class MisledButLeast(Misled):
+    """A search whose table has answers within the budget, and of whose choices the least alone needs what it says."""
+
+    def solve(self, most_bytes: int, more: CompiledBytes, start: Choice, *, least: bool = False) -> Solved:
+        found = Choice(frozenset({"least"}), 999, 999, 45, (45,))
+        return Solved(found, 0.0) if least else super().solve(most_bytes, more, start)
+
+    def lower(self, choice: Choice) -> Halves:
+        return Halves(45, 45, 45, {}) if "least" in choice.saved else super().lower(choice)
+
+
+def test_where_nothing_else_fits_the_choice_that_needs_least_is_lowered() -> None:
+    found = MisledButLeast(55).run()
+    assert found is not None
+    assert found[0].saved == {"least"}
+
+
 def test_where_nothing_else_fits_every_choice_of_pytorchs_is_lowered() -> None:
     search = MisledButOnce(59)
     search.portfolio = [search.saving(size) for size in (60, 50, 45, 44, 44, 43, 42)]
