@@ -46,7 +46,7 @@ from remat.integrations import generation_phases, planned_trainer, trainer_workl
 from remat.integrations.pytest_plugin import OWN, require_fits  # noqa: E402
 from remat.integrations.trainer_workload import loop_of, workload_of  # noqa: E402
 from remat.integrations.transformers import RematCallback  # noqa: E402
-from remat.integrations.widest_rows import widest_first  # noqa: E402
+from remat.integrations.widest_rows import longest_of_all, widest_first  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo", "one_thread"),
@@ -174,6 +174,13 @@ def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.exhaustive
+def test_a_batch_has_the_longest_row_of_a_large_data_set(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list(rows(5000, length=lambda i: 20 if i == 4321 else 8))
+    assert workload_of(trainer(tmp_path, data=data, collate=padded)).seq_len == 20
+
+
+@pytest.mark.exhaustive
 def test_a_trainer_is_judged_under_the_plan_of_its_callback(tmp_path: Path) -> None:
     whole = remat.check(workload_of(trainer(tmp_path)), budget="80GiB", target="cpu", loop=loop_of(trainer(tmp_path)))
     budget = whole.needed_bytes * 3 // 4
@@ -232,6 +239,16 @@ def test_rows_of_one_size_are_not_collated_to_be_sorted() -> None:
     assert widest_first(texts, 2, collate) == [texts[1], texts[2], texts[0]]
     assert widest_first([(1, 2), (3, 4)], 2, collate) == [(1, 2), (3, 4)]
     assert widest_first([], 2, collate) == []
+
+
+def test_the_longest_of_all_rows_of_a_table_are_found() -> None:
+    datasets = pytest.importorskip("datasets")
+    lengths = [7 + i % 5 for i in range(25_000)]
+    lengths[12_345], lengths[20_001] = 40, 30
+    data = datasets.Dataset.from_dict({"input_ids": [[0] * n for n in lengths], "label": [0] * len(lengths)})
+    assert longest_of_all(data, 2) == [12_345, 20_001]
+    assert longest_of_all(data.select(range(12_000, 25_000)), 2) == [345, 8_001]
+    assert longest_of_all(data.select([]), 2) == longest_of_all([1, 2], 2) == []
 
 
 def test_rows_that_a_collator_rejects_are_sorted_by_size() -> None:

@@ -52,13 +52,13 @@ from remat.integrations.modules_around import around, tensors_around
 from remat.integrations.one_process import one_process
 from remat.integrations.settings import outputs_in_fp32
 from remat.integrations.text_rows import hold_text, longest_first
-from remat.integrations.widest_rows import length_of, widest_first
+from remat.integrations.widest_rows import length_of, longest_of_all, widest_first
 from remat.workload.optimizers import MakeOptimizer
 from remat.workload.reference import call_reference
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
-MOST_ROWS = 1000  # of a data set that are looked at for the longest
+MOST_ROWS = 1000  # of a data set that are looked at for the longest, beside those that its table says are
 MOST_BATCHES = 100  # of a sampler that packs, the same
 LENGTHS = "seq_lengths"  # of the sequences that TRL packed into a row
 
@@ -265,7 +265,8 @@ class _Rows:
             rows: list[Any] = [[data[i] for i in row] for batch in packed for row in batch]
         elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
             every = -(-len(data) // MOST_ROWS)
-            rows = [data[i] for i in range(0, len(data), every)]
+            longest = longest_of_all(data, self.batch_size) if every > 1 else []
+            rows = [data[i] for i in dict.fromkeys([*range(0, len(data), every), *longest])]
         else:
             rows = [row for row, _ in zip(data, range(self.batch_size), strict=False)]
         if self._generated is not None:

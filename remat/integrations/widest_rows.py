@@ -8,14 +8,17 @@ them, and the largest is taken.
 
 from __future__ import annotations
 
+import collections
 import copy
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+PAGE = 10_000  # rows whose lengths are read at once
 MOST_COLUMNS = 6  # whose lengths differ from each other
 
 
@@ -35,6 +38,30 @@ def widest_first(rows: Sequence[Any], count: int, collate: Callable[[list[Any]],
     if len(batches) > 1:
         by_size = max(batches.values(), key=lambda order: _elements([rows[i] for i in order[:count]], collate))
     return [rows[i] for i in by_size]
+
+
+def longest_of_all(data: Any, count: int) -> list[int]:
+    """Return the numbers of the rows that are longest in a column, or in two together, `count` of each.
+
+    data  a `datasets.Dataset`, whose table knows the lengths of its rows; of other data sets nothing is known
+
+    Text counts by its characters.
+    """
+    if not (hasattr(data, "with_format") and hasattr(data, "iter")):
+        return []
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    found = collections.defaultdict[str, list[np.ndarray]](list)
+    for table in data.with_format("arrow").iter(batch_size=PAGE):
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+            if is_text or pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+                lengths = pc.utf8_length(column) if is_text else pc.list_value_length(column)
+                found[name].append(pc.fill_null(lengths, 0).to_numpy())
+    columns = [lengths for each in found.values() if np.ptp(lengths := np.concatenate(each))][:MOST_COLUMNS]
+    sums = [*columns, *(one + other for one, other in itertools.combinations(columns, 2))]
+    return list(dict.fromkeys(int(i) for lengths in sums for i in np.argsort(-lengths, kind="stable")[:count]))
 
 
 def length_of(row: Any) -> int | None:
