@@ -1084,15 +1084,18 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.cuda
-def test_noise_of_a_planned_step_is_that_of_its_forward() -> None:
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+def test_noise_of_a_planned_step_is_that_of_its_forward(cuts: list[BudgetPartitioner]) -> None:
     """A kernel in one dimension draws other numbers of a seed than a reduction: they would not be drawn again alike."""
     found: list[list[torch.Tensor]] = []
-    for budget in (1 << 40, int(1.01 * (64 << 20)) + 7_300_000):
+    for budget in (1 << 40, (64 << 20) + 5_550_000):
         torch._dynamo.reset()
         model, x = built(Noisy).cuda(), batch(2048, 64).cuda()
         torch.manual_seed(1)
         remat.compile(model, budget)(x).backward()
         found.append([p.grad for p in model.parameters() if p.grad is not None])
+    (cut,) = cuts[-1].cuts.values()
+    assert "own choice" not in str(cut)
     assert all(map(torch.equal, *found))
 
 
