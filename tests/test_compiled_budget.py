@@ -453,9 +453,7 @@ Chosen = Callable[[Search], frozenset[str]]
 CHOICES: dict[str, Chosen] = {
     "nothing": lambda search: frozenset(),
     "every-third": lambda search: frozenset(value.name for value in search.joint.values[::3]),
-    "all-but-masks": lambda search: frozenset(
-        node.name for node in search.gm.graph.nodes if getattr(node.meta.get("val"), "dtype", None) != torch.bool
-    ),
+    "all-but-masks": lambda search: frozenset(node.name for node in search.gm.graph.nodes if not _is_mask(node)),
 }
 EVERY_CHOICE = pytest.mark.parametrize("saved", CHOICES.values(), ids=CHOICES)
 
@@ -469,7 +467,7 @@ class Choosing(BudgetPartitioner):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
         search = Search(gm, joint_inputs, options, 0, 1, False)
-        return search.cut(judged(search.joint, self.saved(search)) if self.saved else search.default)
+        return search.handed_out(judged(search.joint, self.saved(search)) if self.saved else search.default)
 
 
 class ByOperator(fx.Interpreter):
@@ -1099,17 +1097,60 @@ def test_noise_of_a_planned_step_is_that_of_its_forward(cuts: list[BudgetPartiti
     assert all(map(torch.equal, *found))
 
 
-def test_numbers_are_drawn_once_where_kernels_draw_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    again: list[set[bool]] = []
+@pytest.mark.parametrize(("make", "again"), [(MLP, True), (Noisy, False)])
+def test_where_kernels_draw_in_two_ways_uniform_numbers_alone_are_drawn_again(
+    make: Callable[[], nn.Module], again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn(search: Search) -> set[bool]:
+        return {value.can_remake for value in search.joint.values if "inductor_random" in value.name}
 
     def note(search: Search) -> None:
-        again.append({value.can_remake for value in search.joint.values if "inductor_random" in value.name})
+        found.append(drawn(search))
+        search._save_unread({})  # what no kernel of the forward is seen to draw is saved
+        found.append(drawn(search))
 
-    look(MLP, batch(), note)
-    torch._dynamo.reset()
+    found: list[set[bool]] = []
     monkeypatch.setattr(joint_module, "draws_alike", lambda device: False)
-    look(MLP, batch(), note)
-    assert again == [{True}, {False}]
+    monkeypatch.setattr(partitioner, "draws_alike", lambda device: False)
+    look(make, batch(16, 64 if make is Noisy else 16), note)
+    assert found == [{again}, {False}]
+
+
+class TwoWays(nn.Module):
+    """Noise that a normalization reads, and a mask of what an activation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.drop = nn.Linear(64, 64), nn.LayerNorm(64), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(self.drop(nn.functional.gelu(self.layer(x))))
+        return self.layer(self.norm(x + torch.rand_like(x))).sin().sum()
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+def test_backward_draws_again_in_the_way_of_each_kernel_of_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = built(TwoWays).cuda(), batch(32, 64).cuda()
+    ways: list[set[bool]] = []
+
+    def all_but_numbers(search: Search) -> frozenset[str]:
+        random = {*search.seeds} | {node.name for node in search.gm.graph.nodes if _is_mask(node)}
+        choice = judged(search.joint, frozenset(value.name for value in search.joint.values) - random)
+        ways.append(set((search.lower(choice).ways or {}).values()))
+        return choice.saved
+
+    expected = gradients(model, None, x)
+    model.zero_grad()
+    assert torch.equal(gradients(model, all_but_numbers, x), expected)
+    assert ways == [{False, True}]
+    monkeypatch.setattr(partitioner, "draw_again", lambda backward, ways: True)
+    model.zero_grad()
+    assert distance(gradients(model, all_but_numbers, x), expected) > 0.01
+
+
+def _is_mask(node: fx.Node) -> bool:
+    return getattr(node.meta.get("val"), "dtype", None) == torch.bool
 
 
 @pytest.mark.cuda

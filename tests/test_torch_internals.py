@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils.checkpoint import checkpoint
 
-from remat._torch import door, dynamo, elsewhere, inductor, recording, training
+from remat._torch import compiled_draws, door, dynamo, elsewhere, inductor, recording, training
 from remat.errors import RematError
 
 pytestmark = [
@@ -978,8 +978,9 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "_inductor.codegen.triton.TritonOverrides": (
         "tell whether kernels draw the same numbers",
-        lambda: inductor.draws_alike(torch.device("cuda")),
+        lambda: compiled_draws.draws_alike(torch.device("cuda")),
     ),
+    "_inductor.ir": ("draw random numbers again", compiled_draws._drawn_as.__wrapped__),
     "_inductor.lowering.fallbacks": (
         "tell which operators fuse",
         lambda: inductor.calls_library(fx.Graph().call_function(torch.ops.aten.add.Tensor)),

@@ -235,27 +235,18 @@ def calls_library(node: fx.Node) -> bool:
     return counts_flops(node) or node.target in fallbacks or node.target not in lowerings
 
 
-def draws_alike(device: torch.device) -> bool:
-    """Return whether all kernels of Inductor draw the same random numbers of a seed.
-
-    On CUDA those in one dimension draw four at a time, another stream than that of reductions (`_can_use_4x_random`).
-    """
-    if device.type != "cuda":
-        return True
-    operators = internal("_inductor.codegen.triton.TritonOverrides", "tell whether kernels draw the same numbers")
-    config = internal("_inductor.config", "tell whether kernels draw the same numbers")
-    return not hasattr(operators, "_can_use_4x_random") or bool(getattr(config, "align_random_eager", False))
-
-
 def counts_flops(node: fx.Node) -> bool:
     """Return whether a node is a product, a convolution or attention."""
     return getattr(node.target, "overloadpacket", None) in flop_registry
 
 
-def compiled_halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> tuple[Any, Any]:
+def compiled_halves(
+    forward: fx.GraphModule, backward: fx.GraphModule, results: int, between: Callable[[], object] = lambda: None
+) -> tuple[Any, Any]:
     """Compile copies of the halves of a joint graph as AOTAutograd would.
 
     results  how many that forward gives are a user's; backward may write over saved values that are no part of others
+    between  called once forward is compiled; it may change backward
     """
     purpose = "predict what Inductor allocates"
     compile_inner = internal("_inductor.compile_fx.compile_fx_inner", purpose)
@@ -269,6 +260,7 @@ def compiled_halves(forward: fx.GraphModule, backward: fx.GraphModule, results: 
         for node, stride in zip(_results_of(forward), strides or (), strict=False)
         if isinstance(node, fx.Node) and stride is not None
     }
+    between()
     given = [_with_stride(node, laid_out.get(node.name)) for node in backward.graph.find_nodes(op="placeholder")]
     with mock.patch.object(graphs, "get_donated_idxs", lambda: donated):
         return first, compile_inner(_copied(backward, ()), given, is_backward=True)

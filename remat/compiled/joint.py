@@ -15,8 +15,8 @@ Rule 3  A value is materialized where such a kernel makes or reads it, or where 
 Rule 4  Saving a value costs its read in backward, and its write where forward would not have written it. Making it
         again costs a kernel's time by the roofline, or its traffic where it fuses.
 Rule 5  Random operators, effects, collectives and operators that are not torch's own run once. So does what reads an
-        input that the forward writes. Numbers that follow from a seed are drawn again only where all kernels draw the
-        same: on CUDA, one in a single dimension draws others of a seed than a reduction does.
+        input that the forward writes. Numbers that follow from a seed may be drawn again: on CUDA uniform ones and
+        integers only, since kernels there draw in two ways (`remat/_torch/compiled_draws.py`).
 Rule 6  Backward decides as forward did. Where kernels fuse, a 16-bit value is rounded only as it is written. So random
         numbers are not saved in 16 bits: forward would compare them unrounded, and backward rounded. Integers made of
         floats, such as the experts of a token, run once.
@@ -47,7 +47,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from remat._torch.inductor import calls_library, draws_alike, policy_of
+from remat._torch.compiled_draws import LOOKUP, calls, draws_alike, seed_of
+from remat._torch.inductor import calls_library, policy_of
 from remat._torch.symbols import hinted
 from remat.capture.schemas import calls_view, written
 from remat.costing.roofline import kernel_us
@@ -157,7 +158,7 @@ class _Builder:
     """Nodes by what they are, while a table is made of them."""
 
     def __init__(self, graph: fx.Graph, is_backward: Callable[[fx.Node], bool], target: Target, reorders: bool):
-        self.target, self.redraws = target, draws_alike(device_of(graph))
+        self.target, self.draws_alike = target, draws_alike(device_of(graph))
         self.nodes = nodes = [node for node in graph.nodes if node.op != "output"]
         self.results = set(graph.find_nodes(op="output")[0].all_input_nodes)
         backward = [node for node in nodes if is_backward(node)]
@@ -228,7 +229,8 @@ class _Builder:
         is_result = not self.results.isdisjoint(_views(node))
         if is_result and stages:
             stages.append(max(self.stage.values()))
-        is_tuple, size = not isinstance(node.meta["val"], Tensor), _bytes(node)
+        # The members of several outputs are saved, and the seeds that one seed is of.
+        size, is_of_saved = _bytes(node), calls(node, LOOKUP) or not isinstance(node.meta["val"], Tensor)
         in_forward = [reader for reader in readers if reader not in self.in_backward]
         is_written = _is_of_library(node) or is_result or any(map(calls_library, in_forward))
         is_read_by_library = any(map(calls_library, readers))
@@ -250,7 +252,7 @@ class _Builder:
             inputs=tuple(sorted(inputs)),
             first=min(stages, default=None),
             last=max(stages, default=None),
-            can_save=not is_tuple and policy != "recompute" and (policy == "save" or not self._is_rounded(node)),
+            can_save=not is_of_saved and policy != "recompute" and (policy == "save" or not self._is_rounded(node)),
             can_remake=can_remake,
             inlines=is_inlined,
         )
@@ -288,7 +290,8 @@ class _Builder:
             isinstance(target, torch._ops.OpOverload)
             and target.namespace in _OWN
             and torch.Tag.nondeterministic_seeded not in target.tags
-            and _named(target) not in (_DRAWS if self.redraws else (*_DRAWS, *_RANDOM))
+            and _named(target) not in _DRAWS
+            and (self.draws_alike or _named(target) != _RANDOM[0] or seed_of(node) is not None)
             and not target._schema.is_mutable
             and not self.written & set(map(_base, node.all_input_nodes))
             and not _decides(result, node)

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from remat._torch.compiled_draws import draw_again, draws_alike, seed_of
 from remat._torch.inductor import hash_of, keep_apart, keeps_joint_graphs, partition_saving, partitioner_class
 from remat._torch.training import without_modes
 from remat.compiled.joint import Joint, device_of, joint_of, late_sums
@@ -175,7 +176,7 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         cut = Cut(peak, self.uses * lowered.kept, lowered, choice, search.default, bound, seconds)
         self.cuts[self.key] = cut
         (log.info if bound is None else _tell)(str(cut))
-        return search.cut(choice)
+        return search.handed_out(choice)
 
     def _require_room(self) -> None:
         """Raise Infeasible where the bytes that no choice changes exceed the budget."""
@@ -255,7 +256,7 @@ class Search:
         self.lowered: dict[frozenset[str], Halves] = {}
         self.kept = ResultCache(gm, device_of(gm.graph), sorted(options.items()), holds_results, is_on=keeps)
         self.has_sums_apart = self.is_default_apart = False  # whether sums that would wait have kernels of their own
-        self.reorders = True
+        self.reorders, self.draws_alike = True, draws_alike(device_of(gm.graph))
         self.by_default = self._partition(self._look)
         self.tried: list[Choice] = []
         self.has_answer = False  # whether the default's table has a choice that keeps the budget
@@ -275,6 +276,7 @@ class Search:
             target = find_planning_device(device_of(graph).type).target
         is_backward = functools.partial(_is_backward, info)
         joint = joint_of(graph, is_backward, target, reorders=self.reorders)
+        self.seeds = {node.name: seed for node in graph.nodes if (seed := seed_of(node)) is not None}
         self.joint = dataclasses.replace(joint, uses=self.uses)
         chosen = own(1.0)
         self.default = judged(self.joint, self.joint.values_of(node.name for node in chosen))
@@ -307,12 +309,23 @@ class Search:
             keep_apart(backward, late_sums(backward.graph))
         return forward, backward
 
+    def handed_out(self, choice: Choice) -> GraphHalves:
+        """Cut as `cut` does, into halves that draw the same random numbers."""
+        forward, backward = self.cut(choice)
+        if self._repeats_draws(choice):
+            draw_again(backward, self.lower(choice).ways or {})
+        return forward, backward
+
+    def _repeats_draws(self, choice: Choice) -> bool:
+        return not self.draws_alike and choice.saved != self.default.saved
+
     def lower(self, choice: Choice) -> Halves:
         """Return the bytes that the compiled code of a choice needs."""
         if choice.saved not in self.lowered:
 
             def make() -> tuple[Any, ...]:
-                found = halves(*self.cut(choice), self.options["num_fwd_outputs"], self.holds_results)
+                results, repeats = self.options["num_fwd_outputs"], self._repeats_draws(choice)
+                found = halves(*self.cut(choice), results, self.holds_results, repeats_draws=repeats)
                 if choice in self.tried:
                     self.on_try(self.needs(found))
                 return dataclasses.astuple(found)
@@ -340,7 +353,8 @@ class Search:
         return lowered.peak + (self.uses - 1) * lowered.kept
 
     def fits(self, choice: Choice) -> bool:
-        return self.needs(self.lower(choice)) <= self.most_bytes
+        lowered = self.lower(choice)
+        return lowered.ways is not None and self.needs(lowered) <= self.most_bytes
 
     @property
     def fits_by_default(self) -> bool:
@@ -361,6 +375,7 @@ class Search:
         if self.fits_by_default or (self._keep_sums_apart() and self.fits_by_default):
             return self.default, None
         self._follow(self.lower(self.default))
+        self._save_unread(self.lower(self.default).ways or {})
         first = self._more(self.default)
         bound = self._learn(first)
         if self._cheapest() is None:
@@ -380,6 +395,12 @@ class Search:
             if _disorder(self.joint, lowered) >= apart:
                 self.reorders = not self.reorders
                 self.joint, self.default = before
+
+    def _save_unread(self, ways: Mapping[str, bool]) -> None:
+        """Save random numbers whose draw in the default's code is not understood."""
+        unread = {name for name, seed in self.seeds.items() if not self.draws_alike and seed not in ways}
+        values = (dataclasses.replace(v, can_remake=v.can_remake and v.name not in unread) for v in self.joint.values)
+        self.joint = dataclasses.replace(self.joint, values=tuple(values))
 
     def _keep_sums_apart(self) -> bool:
         """Give sums that would wait kernels of their own, in the default's code too; return whether it has any."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from remat._torch.compiled_draws import draw_again
 from remat._torch.inductor import all_aligned, compiled_halves, counts_flops, random_operators_alone
 from remat._torch.symbols import hinted
 from remat._torch.training import without_modes
@@ -33,6 +34,7 @@ class Halves:
     calls     the most from each call of a product, a convolution or attention in backward until the next, by the name
               of its node, in the order in which they run; "" before the first
     held      of results that the caller holds until the next forward returns
+    ways      how forward draws random numbers, by seed; None where backward cannot draw those again that it should
     """
 
     forward: int
@@ -40,23 +42,38 @@ class Halves:
     backward: int
     calls: Mapping[str, int]
     held: int = 0
+    ways: Mapping[str, bool] | None = dataclasses.field(default_factory=dict)
 
     @property
     def peak(self) -> int:
         return max(self.forward, self.backward)
 
 
-def halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int, holds_results: bool = True) -> Halves:
+def halves(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    results: int,
+    holds_results: bool = True,
+    *,
+    repeats_draws: bool = False,
+) -> Halves:
     """Return the bytes that both halves of a joint graph need.
 
     A user sees the first `results` that forward gives.
 
     holds_results  whether the caller holds all of them until the next forward returns, or single numbers only
+    repeats_draws  whether `backward` is changed to draw random numbers in the ways of forward's kernels
 
     Raises RematError where this torch's generated code is not known.
     """
-    with without_kernels():
-        first, second = compiled_halves(forward, backward, results)
+    ways: dict[str, bool] | None = {}
+
+    def between() -> None:
+        nonlocal ways
+        ways = loaded.ways if not repeats_draws or draw_again(backward, loaded.ways) else None
+
+    with without_kernels() as loaded:
+        first, second = compiled_halves(forward, backward, results, between)
     inputs = forward.graph.find_nodes(op="placeholder")
     mode, device = next((v.fake_mode, v.device) for v in map(_value, inputs) if isinstance(v, Tensor))  # type: ignore[attr-defined]
     tracker = Tracker()
@@ -82,7 +99,8 @@ def halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int, hold
     del held, tensors, tangents, gradients
     alive = with_workspaces(tracker, _workspaces(tracker, device))
     calls = by_call(tracker, alive, ended, backward.graph)
-    return Halves(int(alive[:ended].max(initial=0)), kept, int(alive[ended:].max(initial=0)), calls, results_bytes)
+    most = (int(part.max(initial=0)) for part in (alive[:ended], alive[ended:]))
+    return Halves(next(most), kept, next(most), calls, results_bytes, ways)
 
 
 def by_call(tracker: Tracker, alive: np.ndarray, begin: int, graph: fx.Graph) -> dict[str, int]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from remat._torch.compiled_draws import ways_of_draws
 from remat._torch.inductor import hands_modules_over, kernels_compiled_by, loading_modules, moved_by_loops
 from remat.errors import RematError
 
@@ -29,10 +30,15 @@ _ALLOCATION = "empty_strided_"  # and the device
 
 @dataclasses.dataclass
 class Loaded:
-    """The number of modules of generated code loaded without kernels, and the bytes that their loops move."""
+    """Modules of generated code that were loaded without kernels.
+
+    modules      how many                  moved_bytes  by their loops
+    ways         how they draw random numbers, by seed (`ways_of_draws`)
+    """
 
     modules: int = 0
     moved_bytes: int = 0
+    ways: dict[str, bool] = dataclasses.field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -46,7 +52,8 @@ def without_kernels() -> Iterator[Loaded]:
     def load(key: str, path: str, linemap: Any = None, attrs: dict[str, Any] | None = None, **_: Any) -> Any:
         loaded.modules += 1
         loaded.moved_bytes += moved_by_loops()
-        return _load(key, path, attrs or {})
+        loaded.ways |= ways_of_draws(source := Path(path).read_text())
+        return _load(key, path, source, attrs or {})
 
     if not hands_modules_over():
         raise _unknown("has no PyCodeCache.load_by_key_path")
@@ -56,11 +63,11 @@ def without_kernels() -> Iterator[Loaded]:
         raise _unknown("hands no generated module over")
 
 
-def _load(key: str, path: str, attributes: dict[str, Any]) -> types.ModuleType:
+def _load(key: str, path: str, source: str, attributes: dict[str, Any]) -> types.ModuleType:
     module = types.ModuleType(f"generated_{key}")
     module.__file__ = path
     with kernels_compiled_by(_NoKernels):
-        exec(compile(Path(path).read_text(), path, "exec"), module.__dict__)
+        exec(compile(source, path, "exec"), module.__dict__)
     module.__dict__.update(attributes)
     replaced: dict[str, Callable[..., torch.Tensor]] = {
         name: _allocation_on(name.removeprefix(_ALLOCATION))
