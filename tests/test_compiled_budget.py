@@ -1132,20 +1132,21 @@ class TwoWays(nn.Module):
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_backward_draws_again_in_the_way_of_each_kernel_of_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = built(TwoWays).cuda(), batch(32, 64).cuda()
-    ways: list[set[bool]] = []
+    ways, redrawn = list[set[bool]](), list[Any]()
 
     def products_and_sums(search: Search) -> frozenset[str]:
         fuse = {node.name for node in search.gm.graph.nodes if node.op == "call_function" and not calls_library(node)}
         large = {value.name for value in search.joint.values if value.size_bytes >= x.nbytes // 4}
         choice = judged(search.joint, frozenset(value.name for value in search.joint.values) - (fuse & large))
-        ways.append(set((search.lower(choice).ways or {}).values()))
+        ways.append(set(search.lower(choice).ways.values()))
+        redrawn.append(search.lower(choice).redrawn)
         return choice.saved
 
     expected = gradients(model, None, x)
     model.zero_grad()
     assert torch.equal(gradients(model, products_and_sums, x), expected)
-    assert ways == [{False, True}]
-    monkeypatch.setattr(partitioner, "draw_again", lambda backward, ways: True)
+    assert ways == [{False, True}] and redrawn[0]
+    monkeypatch.setattr(partitioner, "draw_again", lambda backward, ways: None)
     model.zero_grad()
     assert distance(gradients(model, products_and_sums, x), expected) > 0.01
 

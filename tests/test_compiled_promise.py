@@ -9,7 +9,7 @@ import itertools
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import remat
 from remat.compiled import backend, partitioner
 from remat.compiled.asked import WeakArgument
+from remat.compiled.backend import _partitioner
 from remat.compiled.outside import Outside, outside_of
 from remat.compiled.partitioner import BudgetPartitioner
 from remat.compiled.promise import CompiledStep
@@ -264,6 +265,44 @@ def test_a_batch_larger_than_planned_is_told_of_where_it_may_exceed_the_budget()
     with pytest.warns(UserWarning, match=rf"{8 * ROWS * WIDTH} elements.* planned for {ROWS * WIDTH} .*`dynamic=True`"):
         run(batch(8 * ROWS)).sum().backward()
     run(batch(8 * ROWS)).sum().backward()  # once
+
+
+@pytest.mark.exhaustive
+def test_after_a_smaller_last_batch_the_others_keep_their_budget() -> None:
+    """They would run a graph with open sizes, which was planned for the last."""
+
+    def peaks(budget: int, *rows: int) -> Iterator[int]:
+        model = nn.Sequential(*(Block() for _ in range(4)))
+        run = remat.compile(model, budget, optimizer=None, holds="loss")
+        for x in map(batch, rows):
+
+            def step(x: torch.Tensor = x) -> None:
+                run(x).sum().backward()
+                model.zero_grad()
+
+            step()
+            yield measure_peak(step, torch.device("cpu")) + 4 * PARAMETERS + x.nbytes
+
+    (default,) = peaks(1 << 30, 8 * ROWS)
+    torch._dynamo.reset()
+    budget = int(0.85 * default)
+    first, last, second, third = peaks(budget, 8 * ROWS, 6 * ROWS, 8 * ROWS, 8 * ROWS)
+    assert last < budget and first == second == third <= budget
+
+
+@pytest.mark.exhaustive
+def test_batches_of_many_sizes_share_a_graph() -> None:
+    run, made = compiled("1GiB"), list[Any]()
+
+    def partitioner(*given: Any) -> Any:
+        made.append(given)
+        return _partitioner(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_partitioner", partitioner)
+        for rows in (ROWS, 200, 180, 160, 140, 120):
+            run(batch(rows)).sum().backward()
+    assert len(made) == 3  # of the first, of the first smaller one, and of all others
 
 
 def test_a_batch_larger_than_planned_is_refused_on_request() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -169,6 +170,28 @@ def test_flash_attention_keeps_q_k_v_out_and_logsumexp() -> None:
     logsumexp, seed = (2 * 4 * 16) * 4, 3 * 8
     assert bytes_of(saved) == four_tensors + logsumexp + seed
     assert output.dtype == BF16
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(
+    ("allowed", "takes"),
+    [
+        (SDPBackend.FLASH_ATTENTION, {BF16: FLASH}),
+        (SDPBackend.EFFICIENT_ATTENTION, {BF16: EFFICIENT, FP32: EFFICIENT}),
+        (SDPBackend.CUDNN_ATTENTION, {BF16: CUDNN}),
+        (SDPBackend.MATH, {BF16: "aten._safe_softmax", FP32: "aten._safe_softmax"}),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_a_script_that_allows_one_kernel_gets_it_or_an_error(
+    allowed: SDPBackend, takes: dict[torch.dtype, str], dtype: torch.dtype
+) -> None:
+    with sdpa_kernel(allowed):
+        if dtype in takes:
+            assert takes[dtype] in on_cuda(SDPA, *qkv(dtype=dtype))[1]
+        else:
+            with pytest.raises(RuntimeError, match="No available kernel"):
+                on_cuda(SDPA, *qkv(dtype=dtype))
 
 
 def test_flash_attention_pads_heads_to_eight() -> None:

@@ -6,8 +6,10 @@ one with a plan, under the same seeds, and the tensors must be equal bit for bit
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -17,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from remat.errors import PlanMismatch
 from remat.evaluation.graph import Graph
@@ -524,6 +527,31 @@ def test_dropout_that_was_off_when_planned_is_refused() -> None:
     model = apply(built(), plan_by_hand(found, tricky_layers.largest(found)))
     with pytest.raises(PlanMismatch, match="draws random numbers, and did not when planned"):
         backward(model)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [functools.partial(sdpa_kernel, SDPBackend.MATH), functools.partial(torch.backends.mkldnn.flags, enabled=False)],
+    ids=["attention", "mkldnn"],
+)
+def test_kernels_that_a_script_chooses_for_the_forward_are_those_of_its_recomputation(
+    around: Callable[[], contextlib.AbstractContextManager[None]],
+) -> None:
+    """Another kernel of attention saves other tensors, and torch's checkpoint refuses these."""
+
+    def step(model: Any, given: Any) -> Tensor:
+        with around():
+            return TRANSFORMER.step(model, given)
+
+    came, build = [], functools.partial(Transformer, dropout=0.0)  # with dropout a CPU has one kernel of attention
+    workload = dataclasses.replace(TRANSFORMER, build=build, step=step)
+    for planned in (False, True):
+        model = apply(built(workload), plan_for(workload)) if planned else built(workload)
+        step(model, batch()).backward()
+        came.append(gradients(model))
+    assert equal(*came)
+    assert not planned or counts_of(model).regions
+    assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.mkldnn.enabled
 
 
 def test_autocast_that_comes_later_is_refused(graph: Graph) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -78,12 +79,21 @@ def _fuses_by_time() -> bool:
     return bool(config.benchmark_fusion or config.max_autotune or config.max_autotune_gemm)
 
 
-def draw_again(backward: fx.GraphModule, ways: Mapping[str, bool]) -> bool:
-    """Let a backward repeat the draws of its forward, which drew in these `ways`; return whether all can be."""
-    drawn = [node for node in backward.graph.nodes if calls(node, RANDOM)]
-    for node in drawn:
+def drawn_otherwise(
+    backward: fx.GraphModule, ways: Mapping[str, bool], ways_of_backward: Mapping[str, bool] = MappingProxyType({})
+) -> dict[str, bool] | None:
+    """Return the forward's ways of draws that a backward would repeat in another; None if one has no known way."""
+    drawn = {seed_of(node) for node in backward.graph.nodes if calls(node, RANDOM)}
+    if not drawn <= ways.keys():
+        return None
+    return {seed: ways[seed] for seed in drawn if seed is not None and ways[seed] != ways_of_backward.get(seed)}
+
+
+def draw_again(backward: fx.GraphModule, ways: Mapping[str, bool]) -> None:
+    """Let a backward repeat the draws of these seeds in these `ways`, whatever its kernels are."""
+    for node in [node for node in backward.graph.nodes if calls(node, RANDOM)]:
         if (seed := seed_of(node)) is None or seed not in ways:
-            return False
+            continue
         size, of = node.args[:2]
         by_four = ways[seed] and node.meta["val"].numel() > 2  # a smaller kernel has blocks of less than four
         with backward.graph.inserting_before(node):
@@ -92,7 +102,6 @@ def draw_again(backward: fx.GraphModule, ways: Mapping[str, bool]) -> bool:
         node.replace_all_uses_with(again)
         backward.graph.erase_node(node)
     backward.recompile()
-    return True
 
 
 def calls(node: fx.Node, operator: str) -> bool:

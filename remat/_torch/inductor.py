@@ -240,13 +240,10 @@ def counts_flops(node: fx.Node) -> bool:
     return getattr(node.target, "overloadpacket", None) in flop_registry
 
 
-def compiled_halves(
-    forward: fx.GraphModule, backward: fx.GraphModule, results: int, between: Callable[[], object] = lambda: None
-) -> tuple[Any, Any]:
+def compiled_halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> tuple[Any, Any]:
     """Compile copies of the halves of a joint graph as AOTAutograd would.
 
     results  how many that forward gives are a user's; backward may write over saved values that are no part of others
-    between  called once forward is compiled; it may change backward
     """
     purpose = "predict what Inductor allocates"
     compile_inner = internal("_inductor.compile_fx.compile_fx_inner", purpose)
@@ -260,7 +257,6 @@ def compiled_halves(
         for node, stride in zip(_results_of(forward), strides or (), strict=False)
         if isinstance(node, fx.Node) and stride is not None
     }
-    between()
     given = [_with_stride(node, laid_out.get(node.name)) for node in backward.graph.find_nodes(op="placeholder")]
     with mock.patch.object(graphs, "get_donated_idxs", lambda: donated):
         return first, compile_inner(_copied(backward, ()), given, is_backward=True)

@@ -38,6 +38,13 @@ def expression_of(size: int | torch.SymInt) -> sympy.Expr:
     return sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size)
 
 
+def close(value: Any) -> None:
+    """Close the open sizes of a value that is traced: the graph is for these alone then."""
+    for size in value.shape if isinstance(value, torch.Tensor) else (value,):
+        if isinstance(size, torch.SymInt):
+            int(size)  # which guards it
+
+
 def hinted(size: Any) -> Any:
     """Return an open size as its number in the trace; anything else unchanged."""
     if isinstance(size, torch.SymInt):

@@ -138,10 +138,11 @@ def _compiled(
     inductor = _inductor(mode or asked.mode, given)
     if not torch.is_grad_enabled():
         return inductor(graph_module, example_inputs)
+    is_smaller = step.close_a_smaller(graph_module.graph, example_inputs)
     outside = _outside(asked, example_inputs, step)
 
     def planned(graph: fx.GraphModule, *, searches: bool = True) -> Callable[..., Any]:
-        with step.adding() as key:
+        with step.adding(is_smaller=is_smaller) as key:
             promise = Promise(key, step, asked, outside, graph.graph, example_inputs)
             with compiling_with(_partitioner(asked, outside, step, key, searches), chosen_decompositions):
                 return promise.kept_by(inductor(graph, example_inputs))

@@ -313,7 +313,7 @@ class Search:
         """Cut as `cut` does, into halves that draw the same random numbers."""
         forward, backward = self.cut(choice)
         if self._repeats_draws(choice):
-            draw_again(backward, self.lower(choice).ways or {})
+            draw_again(backward, self.lower(choice).redrawn or {})
         return forward, backward
 
     def _repeats_draws(self, choice: Choice) -> bool:
@@ -354,7 +354,7 @@ class Search:
 
     def fits(self, choice: Choice) -> bool:
         lowered = self.lower(choice)
-        return lowered.ways is not None and self.needs(lowered) <= self.most_bytes
+        return lowered.redrawn is not None and self.needs(lowered) <= self.most_bytes
 
     @property
     def fits_by_default(self) -> bool:
@@ -375,7 +375,7 @@ class Search:
         if self.fits_by_default or (self._keep_sums_apart() and self.fits_by_default):
             return self.default, None
         self._follow(self.lower(self.default))
-        self._save_unread(self.lower(self.default).ways or {})
+        self._save_unread(self.lower(self.default).ways)
         first = self._more(self.default)
         bound = self._learn(first)
         if self._cheapest() is None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from remat._torch.compiled_draws import draw_again
+from remat._torch.compiled_draws import draw_again, drawn_otherwise
 from remat._torch.inductor import all_aligned, compiled_halves, counts_flops, random_operators_alone
 from remat._torch.symbols import hinted
 from remat._torch.training import without_modes
@@ -34,7 +34,8 @@ class Halves:
     calls     the most from each call of a product, a convolution or attention in backward until the next, by the name
               of its node, in the order in which they run; "" before the first
     held      of results that the caller holds until the next forward returns
-    ways      how forward draws random numbers, by seed; None where backward cannot draw those again that it should
+    ways      how forward draws random numbers, by seed
+    redrawn   those of `ways` in which backward would draw in the other way; None where it cannot draw all alike
     """
 
     forward: int
@@ -42,7 +43,8 @@ class Halves:
     backward: int
     calls: Mapping[str, int]
     held: int = 0
-    ways: Mapping[str, bool] | None = dataclasses.field(default_factory=dict)
+    ways: Mapping[str, bool] = dataclasses.field(default_factory=dict)
+    redrawn: Mapping[str, bool] | None = dataclasses.field(default_factory=dict)
 
     @property
     def peak(self) -> int:
@@ -62,18 +64,17 @@ def halves(
     A user sees the first `results` that forward gives.
 
     holds_results  whether the caller holds all of them until the next forward returns, or single numbers only
-    repeats_draws  whether `backward` is changed to draw random numbers in the ways of forward's kernels
+    repeats_draws  whether `backward` is changed where it would draw random numbers in another way than forward
 
     Raises RematError where this torch's generated code is not known.
     """
-    ways: dict[str, bool] | None = {}
-
-    def between() -> None:
-        nonlocal ways
-        ways = loaded.ways if not repeats_draws or draw_again(backward, loaded.ways) else None
-
     with without_kernels() as loaded:
-        first, second = compiled_halves(forward, backward, results, between)
+        first, second = compiled_halves(forward, backward, results)
+        ways, *later = loaded.ways
+        redrawn = drawn_otherwise(backward, ways, *later) if repeats_draws else {}
+        if redrawn:
+            draw_again(backward, redrawn)
+            first, second = compiled_halves(forward, backward, results)
     inputs = forward.graph.find_nodes(op="placeholder")
     mode, device = next((v.fake_mode, v.device) for v in map(_value, inputs) if isinstance(v, Tensor))  # type: ignore[attr-defined]
     tracker = Tracker()
@@ -100,7 +101,7 @@ def halves(
     alive = with_workspaces(tracker, _workspaces(tracker, device))
     calls = by_call(tracker, alive, ended, backward.graph)
     most = (int(part.max(initial=0)) for part in (alive[:ended], alive[ended:]))
-    return Halves(next(most), kept, next(most), calls, results_bytes, ways)
+    return Halves(next(most), kept, next(most), calls, results_bytes, ways, redrawn)
 
 
 def by_call(tracker: Tracker, alive: np.ndarray, begin: int, graph: fx.Graph) -> dict[str, int]:

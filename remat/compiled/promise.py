@@ -5,7 +5,8 @@ Rule 1  A run is alive from its forward until its backward begins, or until auto
         beside what all runs that are alive have saved.
 Rule 2  Open sizes are planned for as the batch had them that the graph was compiled for. A batch with more elements
         brings a warning, or is refused, unless it keeps the budget even if all that grows does so with the square of
-        its elements, as the scores of attention may.
+        its elements, as the scores of attention may. After a graph for one size, the first smaller batch has a graph of
+        its own, as the last of an epoch: the others would run one with open sizes, planned for the smaller.
 Rule 3  A budget knows one compiled model. If others have runs that are alive, and what these have saved exceeds the
         budget and `outside=` together with a run's own peak, a warning says so.
 Rule 4  Gradients count as backward makes them, from the beginning where micro-batches accumulate. Where others are
@@ -30,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from remat._torch.dynamo import compilation
-from remat._torch.symbols import hinted
+from remat._torch.symbols import close, hinted
 from remat._torch.training import saved_tensors_are_hooked
 from remat.compiled.asked import CompileArguments
 from remat.errors import PlanMismatch, UsageError
@@ -71,6 +72,7 @@ class CompiledStep:
     batch_bytes  of what its first graph is given beside parameters and buffers
     looks  whether its first forward is looked at, for parts that no graph has
     has_gradients  whether a warning was given for those that are there as a forward begins
+    closed  by frame, the elements that inputs of its graph without open sizes have, until it has another
     """
 
     cuts: dict[Any, Any] = dataclasses.field(default_factory=dict)
@@ -79,6 +81,7 @@ class CompiledStep:
     batch_bytes: int = dataclasses.field(default=0, compare=False)
     looks: bool = dataclasses.field(default=False, compare=False)
     has_gradients: bool = dataclasses.field(default=False, compare=False)
+    closed: dict[Any, int] = dataclasses.field(default_factory=dict, compare=False)
     _has_met: bool = dataclasses.field(default=False, compare=False)
     _first: Any = None
     _last: Any = None
@@ -89,8 +92,10 @@ class CompiledStep:
         return CompiledStep, ()
 
     @contextlib.contextmanager
-    def adding(self) -> Iterator[Any]:
+    def adding(self, *, is_smaller: bool = False) -> Iterator[Any]:
         """Give a graph that is compiled its key: the one that it had, where its frame is compiled again.
+
+        is_smaller  whether it is for a smaller batch than the graph before it, which stays
 
         A compilation has several graphs where DistributedDataParallel cuts them at its buckets. Its id is compared by
         identity: `torch._dynamo.reset` counts from the beginning.
@@ -98,9 +103,24 @@ class CompiledStep:
         frame, last = compilation()
         place = self._place if last is self._last else 0
         key = frame, place
-        self.cuts.pop(key, None)
+        before = self.cuts.pop(key, None)
         yield key
+        if is_smaller and before is not None:
+            self.cuts[key] = before
         self._last, self._place = last, place + 1
+
+    def close_a_smaller(self, graph: fx.Graph, inputs: Sequence[Any]) -> bool:
+        """Close the sizes of a captured graph for the first batch smaller than its frame's. Return whether. (Rule 2)"""
+        frame, _ = compilation()
+        elements = sum(hinted(each.numel()) for each in inputs if isinstance(each, Tensor))
+        if not _opened(graph):
+            self.closed[frame] = elements
+            return False
+        if elements >= self.closed.pop(frame, 0):
+            return False
+        for each in inputs:
+            close(each)
+        return True
 
     def warn_where_none_of(self, compiled: nn.Module, model: nn.Module, *, is_set_aside: bool) -> None:
         """Warn after the first training forward of a compiled `model` if Dynamo captured no graph of it, or of parts.

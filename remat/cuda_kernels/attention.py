@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -37,6 +39,9 @@ class _Attention:
         return self.query, self.key, self.value
 
 
+Takes = Callable[[_Attention], bool]
+
+
 def attention(
     device: Device,
     function: Call,
@@ -50,17 +55,34 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run attention by Rule 7."""
+    """Run attention by Rule 7.
+
+    Raises RuntimeError where the script allows none of the kernels that take the call.
+    """
     if device.autocast:
         query, key, value, attn_mask = cast((query, key, value, attn_mask), device.autocast)
     call = _Attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if device.cudnn_attention is not None and _cudnn_takes(call, device.cudnn_attention):
-        return _cudnn_attention(call)
-    if _flash_takes(call):
-        return _flash_attention(call)
-    if _efficient_takes(call):
-        return _efficient_attention(call)
-    return _unfused_attention(call)
+    for is_allowed, takes, run in _kernels(device.cudnn_attention):
+        if is_allowed() and takes(call):
+            return run(call)
+    raise RuntimeError("No available kernel. Aborting execution.")  # as torch says
+
+
+def _kernels(
+    cudnn: CudnnAttention | None,
+) -> Iterable[tuple[Callable[[], bool], Takes, Callable[[_Attention], Tensor]]]:
+    """Return the kernels in the order in which CUDA tries them: whether a script allows one, what it takes, its call.
+
+    `sdpa_kernel` and `torch.backends.cuda.enable_flash_sdp` allow them.
+    """
+    allowed = torch.backends.cuda
+    by_cudnn = (allowed.cudnn_sdp_enabled, functools.partial(_cudnn_takes, cudnn or CudnnAttention()), _cudnn_attention)
+    others = (
+        (allowed.flash_sdp_enabled, _flash_takes, _flash_attention),
+        (allowed.mem_efficient_sdp_enabled, _efficient_takes, _efficient_attention),
+        (allowed.math_sdp_enabled, lambda _: True, _unfused_attention),
+    )
+    return (*others, by_cudnn) if cudnn is None else (by_cudnn, *others)
 
 
 def _fused_takes(call: _Attention, dtypes: tuple[torch.dtype, ...], *, gqa: bool, one_kv: bool = True) -> bool:
@@ -120,7 +142,7 @@ def cudnn_attention_of(target: Target) -> CudnnAttention | None:
     )
 
 
-def _cudnn_takes(call: _Attention, cudnn: CudnnAttention) -> bool:
+def _cudnn_takes(cudnn: CudnnAttention, call: _Attention) -> bool:
     query, key, value = call.tensors
     widths = query.shape[-1], value.shape[-1]
     return (

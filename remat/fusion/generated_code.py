@@ -33,12 +33,12 @@ class Loaded:
     """Modules of generated code that were loaded without kernels.
 
     modules      how many                  moved_bytes  by their loops
-    ways         how they draw random numbers, by seed (`ways_of_draws`)
+    ways         how each draws random numbers, by seed (`ways_of_draws`)
     """
 
     modules: int = 0
     moved_bytes: int = 0
-    ways: dict[str, bool] = dataclasses.field(default_factory=dict)
+    ways: list[dict[str, bool]] = dataclasses.field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def without_kernels() -> Iterator[Loaded]:
     def load(key: str, path: str, linemap: Any = None, attrs: dict[str, Any] | None = None, **_: Any) -> Any:
         loaded.modules += 1
         loaded.moved_bytes += moved_by_loops()
-        loaded.ways |= ways_of_draws(source := Path(path).read_text())
+        loaded.ways.append(ways_of_draws(source := Path(path).read_text()))
         return _load(key, path, source, attrs or {})
 
     if not hands_modules_over():

@@ -42,6 +42,7 @@ from remat.evaluation.plan import NodeRef, OffloadRef
 from remat.execution.eager.offloading import CallOffloads, OffloadedForward, Offloader
 from remat.execution.eager.products import is_product
 from remat.execution.eager.saving import Recipe, Replay, RerunWatch, Save, Tape, recipe_of, signature_of, storage_of
+from remat.execution.kernel_settings import KernelSettings
 from remat.execution.random_states import Source, set_state, state_of
 from remat.execution.recomputed import Recomputed
 from remat.host.weights import HostWeights
@@ -168,7 +169,7 @@ class RegionTape:
         return self.replaying or (self._outer is not None and self._outer.again)
 
     def contexts(self) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-        return _NO_CONTEXT, _Recomputation(self)
+        return _NO_CONTEXT, _Recomputation(self, KernelSettings())
 
     def child(self, key: int) -> RegionTape:
         """Return the tape of inner region `key`; a recomputation gets the same one as forward. (Rule 5)"""
@@ -293,17 +294,18 @@ _NO_CONTEXT = contextlib.nullcontext()
 class _Recomputation:
     """The context of a region's recomputation; entered once for every backward through the region."""
 
-    __slots__ = ("_context", "_tape")
+    __slots__ = ("_context", "_settings", "_tape")
 
-    def __init__(self, tape: RegionTape):
-        self._tape = tape
+    def __init__(self, tape: RegionTape, settings: KernelSettings):
+        self._tape, self._settings = tape, settings
 
     def __enter__(self) -> None:
         if self._tape.recomputed is not None:
             self._tape.recomputed.begins()
         self._tape.fetch()
-        self._context = self._tape.options.context_of_recomputation()
-        self._context.__enter__()
+        self._context = contextlib.ExitStack()
+        self._context.enter_context(self._settings.restored())
+        self._context.enter_context(self._tape.options.context_of_recomputation())
         self._tape.replaying = True
 
     def __exit__(self, *error: Any) -> None:

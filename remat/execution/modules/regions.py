@@ -31,6 +31,7 @@ from remat.capture.dynamo import named_tensors, without_cache
 from remat.errors import PlanMismatch, UsageError
 from remat.evaluation.plan import RegionRef
 from remat.execution.eager.rewrite import Counts, RegionWatch
+from remat.execution.kernel_settings import KernelSettings
 from remat.execution.planned_forward import PlannedForward, checkpoints_itself, dtypes_of
 from remat.execution.random_states import Source, set_state, state_of
 from remat.execution.recomputed import Recomputed
@@ -189,6 +190,7 @@ class _ModuleRecomputation:
         self.recomputed: Recomputed | None = None  # compares it with forward in a first step
 
     def contexts(self) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+        self._settings = KernelSettings()
         return contextlib.nullcontext(), self
 
     def __enter__(self) -> None:
@@ -196,6 +198,7 @@ class _ModuleRecomputation:
         regions.counts.recomputed[self._region.path] += 1
         if self.recomputed is not None:
             self.recomputed.begins()
+        self._stack.enter_context(self._settings.restored())
         self._stack.enter_context(regions.recompute_context())
         self._stack.enter_context(_drawing_from(self._states))
         for norm in self._region.norms:

@@ -1,0 +1,54 @@
+"""Settings of the process that choose kernels. A recomputation runs under those of its forward.
+
+A script may set them around the forward alone, as `with sdpa_kernel(...): loss = model(...)` does: other kernels round
+otherwise, and may save other tensors. The order in which kernels of attention are tried is not among them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch.backends import cuda, cudnn, mkldnn
+
+_ATTENTION = (
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+)
+_LIBRARIES = ((cudnn, "enabled"), (cudnn, "deterministic"), (cudnn, "benchmark"), (mkldnn, "enabled"))
+
+
+class KernelSettings:
+    """The settings as they are when it is made."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self) -> None:
+        self._values = _values()
+
+    def restored(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which they are as they were."""
+        return contextlib.nullcontext() if self._values == _values() else self._restored()
+
+    @contextlib.contextmanager
+    def _restored(self) -> Iterator[None]:
+        before = _values()
+        _set(self._values)
+        try:
+            yield
+        finally:
+            _set(before)
+
+
+def _values() -> tuple[bool, ...]:
+    return *(enabled() for enabled, _ in _ATTENTION), *(getattr(library, name) for library, name in _LIBRARIES)
+
+
+def _set(values: tuple[bool, ...]) -> None:
+    given = iter(values)
+    for _, enable in _ATTENTION:
+        enable(next(given))
+    for library, name in _LIBRARIES:
+        setattr(library, name, next(given))
