@@ -255,6 +255,15 @@ def test_parameters_of_all_graphs_are_counted_where_no_model_is_known(make: Call
         run(x)
 
 
+@torch._functorch.config.patch(donated_buffer=False)  # with which torch may refuse it itself
+def test_a_backward_that_runs_a_second_time_is_told_of(of_one_run: int) -> None:
+    run = compiled(of_one_run)
+    run(batch()).sum().backward()
+    (loss := run(batch()).sum()).backward(retain_graph=True)
+    with pytest.warns(UserWarning, match="second time .*`retain_graph=True`"):
+        loss.backward()
+
+
 # For sizes as large as planned
 
 

@@ -9,6 +9,7 @@ Rule 2  Open sizes are planned for as the batch had them that the graph was comp
         its own, as the last of an epoch: the others would run one with open sizes, planned for the smaller.
 Rule 3  A budget knows one compiled model. If others have runs that are alive, and what these have saved exceeds the
         budget and `outside=` together with a run's own peak, a warning says so.
+        A backward that runs a second time (`retain_graph=True`) brings one too: what forward saved stayed meanwhile.
 Rule 4  Gradients count as backward makes them, from the beginning where micro-batches accumulate. Where others are
         there as a forward begins, a warning says so.
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -72,6 +74,7 @@ class CompiledStep:
     batch_bytes  of what its first graph is given beside parameters and buffers
     looks  whether its first forward is looked at, for parts that no graph has
     has_gradients  whether a warning was given for those that are there as a forward begins
+    is_retained    whether one was given for a backward that runs a second time
     closed  by frame, the elements that inputs of its graph without open sizes have, until it has another
     """
 
@@ -81,6 +84,7 @@ class CompiledStep:
     batch_bytes: int = dataclasses.field(default=0, compare=False)
     looks: bool = dataclasses.field(default=False, compare=False)
     has_gradients: bool = dataclasses.field(default=False, compare=False)
+    is_retained: bool = dataclasses.field(default=False, compare=False)
     closed: dict[Any, int] = dataclasses.field(default_factory=dict, compare=False)
     _has_met: bool = dataclasses.field(default=False, compare=False)
     _first: Any = None
@@ -270,11 +274,24 @@ class Promise:
         run = _Run(self.key, cut.halves.kept, self.step, self.device)
         made = (each for each in results if isinstance(each, Tensor) and not isinstance(each, FakeTensor))
         nodes = {each.grad_fn for each in made if each.grad_fn is not None}
-        for node in nodes:
-            node.register_prehook(lambda _: _over(run))  # it is called before what is saved is taken apart
+        for node in nodes:  # it is called before what is saved is taken apart
+            node.register_prehook(functools.partial(self._begins, cut, run, itertools.count()))
         if nodes:
             self.step.runs.add(run)
             _ALIVE.add(run)
+
+    def _begins(self, cut: Cut, run: _Run, before: Iterator[int], _: Any) -> None:
+        """Note that a backward begins, and warn once if it is another through the same run. (Rule 3)"""
+        _over(run)
+        peak, budget = cut.peak_bytes + cut.halves.kept, self.asked.budget_bytes
+        if next(before) and peak > budget and not self.step.is_retained:
+            self.step.is_retained = True
+            warnings.warn(
+                f"backward runs a second time through the compiled graph at {self.place} (`retain_graph=True`): what "
+                f"forward saved stays until the last one, which no plan counts. The peak may be {gib(peak)}, and the "
+                f"budget is {gib(budget)}. Add the losses up and call backward once.",
+                stacklevel=3,
+            )
 
     def _compare_sizes(self, cut: Cut, inputs: Sequence[Any]) -> None:
         """Warn of a batch larger than planned, or refuse it. (Rule 2)"""
