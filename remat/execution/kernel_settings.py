@@ -1,7 +1,7 @@
 """Settings of the process that choose kernels. A recomputation runs under those of its forward.
 
-A script may set them around the forward alone, as `with sdpa_kernel(...): loss = model(...)` does: other kernels round
-otherwise, and may save other tensors. The order in which kernels of attention are tried is not among them.
+A script may set them around the forward alone, as `with sdpa_kernel(...): loss = model(...)` does. Other kernels give
+other last bits, and may save other tensors. The order in which kernels of attention are tried is not among them.
 """
 
 from __future__ import annotations
