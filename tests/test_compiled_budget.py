@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -769,6 +769,9 @@ class Misled(Search):
         return False
 
     def _follow(self, lowered: Halves) -> None:
+        pass
+
+    def _save_unread(self, ways: Mapping[str, bool]) -> None:
         pass
 
     def _more(self, choice: Choice) -> CompiledBytes:

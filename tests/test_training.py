@@ -529,6 +529,7 @@ def test_dropout_that_was_off_when_planned_is_refused() -> None:
         backward(model)
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # of the flags' other settings
 @pytest.mark.parametrize(
     "around",
     [functools.partial(sdpa_kernel, SDPBackend.MATH), functools.partial(torch.backends.mkldnn.flags, enabled=False)],
