@@ -12,13 +12,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
 from remat._torch.door import internal
+from remat._torch.symbols import hinted
 
 RANDOM, LOOKUP = "prims::inductor_random", "prims::inductor_lookup_seed"
 _KERNEL = re.compile(r"^def (triton_\w+)\(([^)]*)\):\n((?:.*\n)*?)''', device_str=", re.MULTILINE)
@@ -47,7 +47,7 @@ def ways_of_draws(source: str) -> dict[str, bool]:
         if not (by_kernel := _ways_in(body)):
             continue
         taken = [each.strip().partition(":")[0] for each in parameters.split(",")]
-        for call in re.findall(rf"^ *{name}\.run\((.*), stream=", source, re.MULTILINE):
+        for call in re.findall(rf"^ *{name}\.run\(([^()]*), stream=", source, re.MULTILINE):
             given = dict(zip(taken, call.split(", "), strict=False))
             found |= {given[seed]: way for seed, way in by_kernel.items() if seed in given}
     return found
@@ -80,7 +80,7 @@ def _fuses_by_time() -> bool:
 
 
 def drawn_otherwise(
-    backward: fx.GraphModule, ways: Mapping[str, bool], ways_of_backward: Mapping[str, bool] = MappingProxyType({})
+    backward: fx.GraphModule, ways: Mapping[str, bool], ways_of_backward: Mapping[str, bool]
 ) -> dict[str, bool] | None:
     """Return the forward's ways of draws that a backward would repeat in another; None if one has no known way."""
     drawn = {seed_of(node) for node in backward.graph.nodes if calls(node, RANDOM)}
@@ -95,7 +95,7 @@ def draw_again(backward: fx.GraphModule, ways: Mapping[str, bool]) -> None:
         if (seed := seed_of(node)) is None or seed not in ways:
             continue
         size, of = node.args[:2]
-        by_four = ways[seed] and node.meta["val"].numel() > 2  # a smaller kernel has blocks of less than four
+        by_four = ways[seed] and hinted(node.meta["val"].numel()) > 2  # a smaller kernel has blocks of less than four
         with backward.graph.inserting_before(node):
             again = backward.graph.call_function(_drawn_as(), (size, of, by_four))
         again.meta = dict(node.meta)

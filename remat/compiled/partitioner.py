@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from remat._torch import compiled_draws
 from remat._torch.compiled_draws import draw_again, draws_alike, seed_of
 from remat._torch.inductor import hash_of, keep_apart, keeps_joint_graphs, partition_saving, partitioner_class
 from remat._torch.training import without_modes
@@ -129,7 +130,8 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         self.key, self.keeps = None, False
 
     def uuid(self) -> Any:
-        return hash_of(*(__file__.replace("partitioner", home) for home in _HOMES)) + repr(self.__getstate__()).encode()
+        homes = (compiled_draws.__file__, *(__file__.replace("partitioner", home) for home in _HOMES))
+        return hash_of(*homes) + repr(self.__getstate__()).encode()
 
     @property
     def _beside_bytes(self) -> int:

@@ -70,10 +70,10 @@ def halves(
     """
     with without_kernels() as loaded:
         first, second = compiled_halves(forward, backward, results)
-        ways, *later = loaded.ways
-        redrawn = drawn_otherwise(backward, ways, *later) if repeats_draws else {}
-        if redrawn:
-            draw_again(backward, redrawn)
+        ways, redrawn = loaded.ways[0], dict[str, bool]()
+        while more := drawn_otherwise(backward, ways, loaded.ways[-1]) if repeats_draws else {}:
+            draw_again(backward, more)
+            redrawn |= more
             first, second = compiled_halves(forward, backward, results)
     inputs = forward.graph.find_nodes(op="placeholder")
     mode, device = next((v.fake_mode, v.device) for v in map(_value, inputs) if isinstance(v, Tensor))  # type: ignore[attr-defined]
@@ -101,7 +101,7 @@ def halves(
     alive = with_workspaces(tracker, _workspaces(tracker, device))
     calls = by_call(tracker, alive, ended, backward.graph)
     most = (int(part.max(initial=0)) for part in (alive[:ended], alive[ended:]))
-    return Halves(next(most), kept, next(most), calls, results_bytes, ways, redrawn)
+    return Halves(next(most), kept, next(most), calls, results_bytes, ways, None if more is None else redrawn)
 
 
 def by_call(tracker: Tracker, alive: np.ndarray, begin: int, graph: fx.Graph) -> dict[str, int]:
