@@ -272,6 +272,7 @@ def test_a_plan_short_of_the_proof_says_how_far() -> None:
     ("arguments", "message"),
     [
         pytest.param(["bogus"], "No such command 'bogus'", id="command"),
+        pytest.param(["vaildate"], "Did you mean 'validate'? Try `remat --help`.", id="misspelled"),
         pytest.param(["plan", "--model", "gpt2"], "Missing option '--budget'", id="no-budget"),
         pytest.param(["plan", "--budget", "1GiB"], "--model is missing", id="no-model"),
         pytest.param(stack("--model", ""), "--model is missing", id="empty-model"),

@@ -115,7 +115,8 @@ def _explain(error: Exception) -> tuple[int, str]:
     if isinstance(error, CommandLineError):
         context = getattr(error, "ctx", None)
         hint = f" Try `{context.command_path} --help`." if context else ""
-        return UsageError.exit_code, f"{error.format_message().rstrip('.')}.{hint}"  # type: ignore[attr-defined]
+        message: str = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+        return UsageError.exit_code, f"{message}{'' if message.endswith('?') else '.'}{hint}"
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in PACKAGES:
         package = (error.name or "").partition(".")[0]
         return UsageError.exit_code, f"this needs the package {package}, which is missing. Run `pip install {package}`."
