@@ -3,8 +3,9 @@
 Inductor draws from Philox, by a seed and an element's position. On CUDA its kernels do so in two ways: those in one
 dimension take four numbers of one state, for four positions (`rand4x`); others take one number of a state for each
 position (`tl.rand`). One seed gives other numbers in each. Which way a kernel has depends on what it is fused with, so
-a draw of forward that is repeated in backward may give other numbers. Here the way is read from the forward's
-generated code, and backward computes the numbers of that way from integers, in whatever kernel it draws them.
+a draw of forward that is repeated in backward may give other numbers. Here the way is read from the generated code of
+both halves. Where backward has the other, it computes the numbers of the forward's from integers, in whatever kernel:
+several times the instructions of a draw, and no more traffic.
 """
 
 from __future__ import annotations
