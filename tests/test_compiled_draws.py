@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import inductor_prims
 from torch._inductor.virtualized import V
 
-from remat._torch.compiled_draws import _uniform, ways_of_draws
+from remat._torch.compiled_draws import _uniform, seed_of, ways_of_draws
+
+CPU = torch.device("cpu")
 
 KERNELS = """
 triton_per_fused_0 = async_compile.triton('triton_per_fused_0', '''
@@ -43,6 +46,24 @@ def triton_poi_fused_1(in_ptr0, out_ptr0, load_seed_offset, load_seed_offset1, x
 def test_each_call_of_a_kernel_says_which_seeds_it_draws_of_and_how() -> None:
     """A normal number, and a block whose positions do not follow each other, cannot be repeated."""
     assert ways_of_draws(KERNELS) == {"0": False, "1": True, "2": True}
+
+
+def test_a_seed_that_kernels_draw_of_in_both_ways_is_not_understood() -> None:
+    """Seeds of each device are counted from 0."""
+    both = KERNELS.replace("triton_poi_fused_1.run(buf0, buf2, 1,", "triton_poi_fused_1.run(buf0, buf2, 0,")
+    assert ways_of_draws(both) == {"2": True}
+
+
+def test_seeds_of_several_devices_are_not_told_apart() -> None:
+    graph = torch.fx.Graph()
+    seeds = [graph.call_function(inductor_prims.seeds, (1, device)) for device in (CPU, torch.device("cuda"))]
+    found = []
+    for each in seeds:
+        seed = graph.call_function(inductor_prims.lookup_seed, (each, 0))
+        found.append(graph.call_function(inductor_prims.random, ([4], seed, "rand")))
+        if len(found) == 1:
+            assert seed_of(found[0]) == "0"
+    assert [*map(seed_of, found)] == [None, None]
 
 
 class WithTensors:

@@ -300,6 +300,14 @@ def test_after_a_smaller_last_batch_the_others_keep_their_budget() -> None:
 
 
 @pytest.mark.exhaustive
+def test_sizes_that_a_script_marks_after_its_first_batch_stay_open() -> None:
+    run = compiled("1GiB")
+    run(batch()).sum().backward()
+    torch._dynamo.mark_dynamic(x := batch(200), 0)
+    run(x).sum().backward()
+
+
+@pytest.mark.exhaustive
 def test_batches_of_many_sizes_share_a_graph() -> None:
     run, made = compiled("1GiB"), list[Any]()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,15 +44,17 @@ def ways_of_draws(source: str) -> dict[str, bool]:
 
     Returns whether four at a time, by the seed's number. A seed whose kernels are not understood is not there.
     """
-    found: dict[str, bool] = {}
+    found = defaultdict[str, set[bool]](set)
     for name, parameters, body in _KERNEL.findall(source):
         if not (by_kernel := _ways_in(body)):
             continue
         taken = [each.strip().partition(":")[0] for each in parameters.split(",")]
         for call in re.findall(rf"^ *{name}\.run\(([^()]*), stream=", source, re.MULTILINE):
             given = dict(zip(taken, call.split(", "), strict=False))
-            found |= {given[seed]: way for seed, way in by_kernel.items() if seed in given}
-    return found
+            for seed, way in by_kernel.items():
+                if seed in given:
+                    found[given[seed]].add(way)
+    return {seed: way for seed, (way, *others) in found.items() if not others}
 
 
 def _ways_in(body: str) -> dict[str, bool]:
@@ -70,7 +73,12 @@ def seed_of(node: fx.Node) -> str | None:
     """Return the number of the seed that a node draws uniform numbers of; None where backward cannot repeat that."""
     if not calls(node, RANDOM) or node.args[2] != "rand" or node.kwargs.get("offset") or _fuses_by_time():
         return None
-    seed = node.args[1]
+    seed, lookups = (
+        node.args[1],
+        node.graph.find_nodes(op="call_function", target=torch.ops.prims.inductor_lookup_seed.default),
+    )
+    if len({each.args[0] for each in lookups}) > 1:  # seeds of several devices, each counted from 0
+        return None
     return str(seed.args[1]) if isinstance(seed, fx.Node) and calls(seed, LOOKUP) else None
 
 

@@ -108,9 +108,11 @@ class CompiledStep:
         place = self._place if last is self._last else 0
         key = frame, place
         before = self.cuts.pop(key, None)
-        yield key
-        if is_smaller and before is not None:
-            self.cuts[key] = before
+        try:
+            yield key
+        finally:
+            if is_smaller and before is not None:
+                self.cuts[key] = before
         self._last, self._place = last, place + 1
 
     def close_a_smaller(self, graph: fx.Graph, inputs: Sequence[Any]) -> bool:
@@ -120,7 +122,8 @@ class CompiledStep:
         if not _opened(graph):
             self.closed[frame] = elements
             return False
-        if elements >= self.closed.pop(frame, 0):
+        is_marked = any(getattr(each, "_dynamo_dynamic_indices", None) for each in inputs)  # by `mark_dynamic`
+        if elements >= self.closed.pop(frame, 0) or is_marked:
             return False
         for each in inputs:
             close(each)
