@@ -71,21 +71,19 @@ def _ways_in(body: str) -> dict[str, bool]:
 
 def seed_of(node: fx.Node) -> str | None:
     """Return the number of the seed that a node draws uniform numbers of; None where backward cannot repeat that."""
-    if not calls(node, RANDOM) or node.args[2] != "rand" or node.kwargs.get("offset") or _fuses_by_time():
+    if not calls(node, RANDOM) or node.args[2] != "rand" or node.kwargs.get("offset") or _depends_on_timings():
         return None
-    seed, lookups = (
-        node.args[1],
-        node.graph.find_nodes(op="call_function", target=torch.ops.prims.inductor_lookup_seed.default),
-    )
-    if len({each.args[0] for each in lookups}) > 1:  # seeds of several devices, each counted from 0
-        return None
+    seed, lookup = node.args[1], torch.ops.prims.inductor_lookup_seed.default
+    if len({each.args[0] for each in node.graph.find_nodes(op="call_function", target=lookup)}) > 1:
+        return None  # seeds of several devices, each counted from 0
     return str(seed.args[1]) if isinstance(seed, fx.Node) and calls(seed, LOOKUP) else None
 
 
-def _fuses_by_time() -> bool:
-    """Return whether timings choose what fuses, so that a forward may draw otherwise each time it is compiled."""
+def _depends_on_timings() -> bool:
+    """Return whether timings choose what fuses, or a block's size: compiled again, a forward may draw otherwise."""
     config = internal("_inductor.config", "draw random numbers again")
-    return bool(config.benchmark_fusion or config.max_autotune or config.max_autotune_gemm)
+    by_time = "benchmark_fusion", "benchmark_combo_kernel", "max_autotune", "max_autotune_gemm"
+    return any(getattr(config, name, False) for name in (*by_time, "coordinate_descent_tuning"))
 
 
 def drawn_otherwise(
@@ -118,9 +116,8 @@ def calls(node: fx.Node, operator: str) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name == operator
 
 
-torch.library.define(
-    "remat::drawn_as", "(SymInt[] size, Tensor seed, bool by_four) -> Tensor"
-)  # of generated code only
+# No generated code calls it.
+torch.library.define("remat::drawn_as", "(SymInt[] size, Tensor seed, bool by_four) -> Tensor")
 torch.library.register_fake(
     "remat::drawn_as", lambda size, seed, by_four: torch.empty(size, dtype=torch.float32, device=seed.device)
 )

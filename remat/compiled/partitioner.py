@@ -39,7 +39,7 @@ from remat._torch import compiled_draws
 from remat._torch.compiled_draws import draw_again, draws_alike, seed_of
 from remat._torch.inductor import hash_of, keep_apart, keeps_joint_graphs, partition_saving, partitioner_class
 from remat._torch.training import without_modes
-from remat.compiled.joint import Joint, device_of, joint_of, late_sums
+from remat.compiled.joint import Joint, Value, device_of, joint_of, late_sums
 from remat.compiled.kept import ResultCache
 from remat.compiled.outside import Outside
 from remat.compiled.peak import Halves, halves
@@ -328,7 +328,7 @@ class Search:
             def make() -> tuple[Any, ...]:
                 results, repeats = self.options["num_fwd_outputs"], self._repeats_draws(choice)
                 found = halves(*self.cut(choice), results, self.holds_results, repeats_draws=repeats)
-                if choice in self.tried:
+                if choice in self.tried and found.redrawn is not None:
                     self.on_try(self.needs(found))
                 return dataclasses.astuple(found)
 
@@ -351,12 +351,11 @@ class Search:
         return Solved(None if saved is None else judged(self.joint, frozenset(saved)), bound)
 
     def needs(self, lowered: Halves) -> int:
-        """Return the peak bytes of a step's runs of the graph."""
-        return lowered.peak + (self.uses - 1) * lowered.kept
+        """Return the peak bytes of a step's runs of the graph; no limit suffices where it would draw other numbers."""
+        return NO_LIMIT if lowered.redrawn is None else lowered.peak + (self.uses - 1) * lowered.kept
 
     def fits(self, choice: Choice) -> bool:
-        lowered = self.lower(choice)
-        return lowered.redrawn is not None and self.needs(lowered) <= self.most_bytes
+        return self.needs(self.lower(choice)) <= self.most_bytes
 
     @property
     def fits_by_default(self) -> bool:
@@ -399,10 +398,14 @@ class Search:
                 self.joint, self.default = before
 
     def _save_unread(self, ways: Mapping[str, bool]) -> None:
-        """Save random numbers whose draw in the default's code is not understood."""
+        """Save random numbers whose draw in a forward's code is not understood, where a checkpoint lets them."""
         unread = {name for name, seed in self.seeds.items() if not self.draws_alike and seed not in ways}
-        values = (dataclasses.replace(v, can_remake=v.can_remake and v.name not in unread) for v in self.joint.values)
-        self.joint = dataclasses.replace(self.joint, values=tuple(values))
+
+        def corrected(value: Value) -> Value:
+            is_saved = value.name in unread and value.can_save
+            return dataclasses.replace(value, can_remake=value.can_remake and not is_saved)
+
+        self.joint = dataclasses.replace(self.joint, values=tuple(map(corrected, self.joint.values)))
 
     def _keep_sums_apart(self) -> bool:
         """Give sums that would wait kernels of their own, in the default's code too; return whether it has any."""
@@ -432,6 +435,8 @@ class Search:
             if not self.fits(last):
                 if is_as_said and solved.choice is None:  # the least that any choice needs
                     break
+                if (lowered := self.lower(last)).redrawn is None:
+                    self._save_unread(lowered.ways)
                 more, is_of_one = self._corrected(more, last), False
                 needed = [self.needs(self.lower(each)) for each in self.tried]
                 if len(needed) >= MISSES and self._cheapest() is None and needed[-1] >= min(needed[:-1]):

@@ -100,8 +100,8 @@ def halves(
     del held, tensors, tangents, gradients
     alive = with_workspaces(tracker, _workspaces(tracker, device))
     calls = by_call(tracker, alive, ended, backward.graph)
-    most = (int(part.max(initial=0)) for part in (alive[:ended], alive[ended:]))
-    return Halves(next(most), kept, next(most), calls, results_bytes, ways, None if more is None else redrawn)
+    first_peak, second_peak = (int(part.max(initial=0)) for part in (alive[:ended], alive[ended:]))
+    return Halves(first_peak, kept, second_peak, calls, results_bytes, ways, more if more is None else redrawn)
 
 
 def by_call(tracker: Tracker, alive: np.ndarray, begin: int, graph: fx.Graph) -> dict[str, int]:

@@ -75,7 +75,7 @@ class CompiledStep:
     looks  whether its first forward is looked at, for parts that no graph has
     has_gradients  whether a warning was given for those that are there as a forward begins
     is_retained    whether one was given for a backward that runs a second time
-    closed  by frame, the elements that inputs of its graph without open sizes have, until it has another
+    closed  by key, the elements that inputs of a graph without open sizes have, until there is another for it
     """
 
     cuts: dict[Any, Any] = dataclasses.field(default_factory=dict)
@@ -104,26 +104,29 @@ class CompiledStep:
         A compilation has several graphs where DistributedDataParallel cuts them at its buckets. Its id is compared by
         identity: `torch._dynamo.reset` counts from the beginning.
         """
-        frame, last = compilation()
-        place = self._place if last is self._last else 0
-        key = frame, place
+        key = self._next_key
         before = self.cuts.pop(key, None)
         try:
             yield key
         finally:
             if is_smaller and before is not None:
                 self.cuts[key] = before
-        self._last, self._place = last, place + 1
+        self._last, self._place = compilation()[1], key[1] + 1
+
+    @property
+    def _next_key(self) -> tuple[Any, int]:
+        frame, last = compilation()
+        return frame, self._place if last is self._last else 0
 
     def close_a_smaller(self, graph: fx.Graph, inputs: Sequence[Any]) -> bool:
-        """Close the sizes of a captured graph for the first batch smaller than its frame's. Return whether. (Rule 2)"""
-        frame, _ = compilation()
+        """Close the sizes of a captured graph for the first batch smaller than its first. Return whether. (Rule 2)"""
+        key = self._next_key
         elements = sum(hinted(each.numel()) for each in inputs if isinstance(each, Tensor))
         if not _opened(graph):
-            self.closed[frame] = elements
+            self.closed[key] = elements
             return False
         is_marked = any(getattr(each, "_dynamo_dynamic_indices", None) for each in inputs)  # by `mark_dynamic`
-        if elements >= self.closed.pop(frame, 0) or is_marked:
+        if elements >= self.closed.pop(key, 0) or is_marked:
             return False
         for each in inputs:
             close(each)

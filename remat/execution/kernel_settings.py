@@ -1,7 +1,8 @@
-"""Settings of the process that choose kernels. A recomputation runs under those of its forward.
+"""Which kernels of attention, cuDNN and oneDNN are on. A recomputation runs under the settings of its forward.
 
 A script may set them around the forward alone, as `with sdpa_kernel(...): loss = model(...)` does. Other kernels give
-other last bits, and may save other tensors. The order in which kernels of attention are tried is not among them.
+other last bits, and may save other tensors. Neither the order in which kernels of attention are tried is restored, nor
+TF32, nor deterministic algorithms. Settings are the process's: threads that run backward on two devices share them.
 """
 
 from __future__ import annotations
@@ -26,23 +27,24 @@ class KernelSettings:
     __slots__ = ("_values",)
 
     def __init__(self) -> None:
-        self._values = _values()
+        self._values = kernel_settings()
 
     def restored(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which they are as they were."""
-        return contextlib.nullcontext() if self._values == _values() else self._restored()
+        return contextlib.nullcontext() if self._values == kernel_settings() else self._restored()
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
-        before = _values()
-        _set(self._values)
+        before = kernel_settings()
         try:
+            _set(self._values)
             yield
         finally:
             _set(before)
 
 
-def _values() -> tuple[bool, ...]:
+def kernel_settings() -> tuple[bool, ...]:
+    """Return which kernels are on, in a fixed order."""
     return *(enabled() for enabled, _ in _ATTENTION), *(getattr(library, name) for library, name in _LIBRARIES)
 
 

@@ -133,6 +133,7 @@ def _undisturbed() -> Iterator[None]:
 
 def _key(trainer: Any, workload: Workload, asked: dict[str, Any]) -> str:
     from remat.capture.circumstances import state_of, versions
+    from remat.execution.kernel_settings import kernel_settings
 
     args = {n: v for n, v in trainer.args.to_dict().items() if not n.startswith(_IRRELEVANT_ARGUMENTS)}
     known = {
@@ -140,6 +141,7 @@ def _key(trainer: Any, workload: Workload, asked: dict[str, Any]) -> str:
         "versions": versions(),
         "device": torch.cuda.get_device_name() if asked["target"] == "cuda" else "",
         "workspaces": workspace_settings(torch.device(asked["target"])),
+        "kernels": kernel_settings(),
         "model": [f"{type(m).__module__}.{type(m).__qualname__}" for m in trainer.model.modules()],
         "state": state_of(trainer.model),
         "parameters": [(n, list(p.shape), str(p.dtype), p.requires_grad) for n, p in trainer.model.named_parameters()],
