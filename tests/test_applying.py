@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import pickle
 import types
@@ -16,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import remat
 from remat import models
 from remat.errors import CaptureError, PlanMismatch, UsageError
 from remat.evaluation.evaluator import Memory
@@ -273,6 +276,65 @@ def test_training_in_evaluation_mode_is_told_and_evaluating_is_not(planned: nn.M
     loss_of(TRANSFORMER, planned, batch_of(TRANSFORMER)).backward()  # once
 
 
+def _hook(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return nn.modules.module.register_module_forward_hook(
+        lambda module, given, output: 1.01 * output if isinstance(module, nn.LayerNorm) else None
+    ).remove
+
+
+def _another_method(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(nn.LayerNorm, "forward", lambda norm, x: x * norm.weight)
+    return monkeypatch.undo
+
+
+@pytest.mark.parametrize(
+    ("change", "told"), [(_hook, "hooks on all modules"), (_another_method, r"LayerNorm\.forward was replaced")]
+)
+def test_changes_that_no_guard_sees_are_refused_while_they_last(
+    planned: nn.Module, change: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(TRANSFORMER, planned)
+    undo = change(monkeypatch)
+    with pytest.raises(PlanMismatch, match=told):
+        trained(TRANSFORMER, planned)
+    undo()
+    trained(TRANSFORMER, planned)
+
+
+def test_other_kernels_of_attention_are_held_against_the_plan() -> None:
+    workload = dataclasses.replace(TRANSFORMER, build=functools.partial(Transformer, dropout=0.0))
+    plan = plan_by_hand(recorded(workload)[1], ())
+
+    def train(budget_bytes: int) -> None:
+        model = apply(built(workload), dataclasses.replace(plan, budget_bytes=budget_bytes))
+        trained(workload, model)
+        with sdpa_kernel(SDPBackend.MATH):
+            trained(workload, model)
+
+    train(1 << 40)
+    with pytest.raises(PlanMismatch, match=r"more than when planned .* other kernels of attention"):
+        train(plan.predicted["peak_bytes"])
+
+
+def test_a_step_that_calls_modules_and_never_the_planned_model_is_told(
+    planned: nn.Module, plans: dict[str, Plan]
+) -> None:
+    ids, _ = batch_of(TRANSFORMER)
+
+    def by_modules(model: Any) -> torch.Tensor:
+        x = model.embed(ids)
+        for layer in model.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    with pytest.warns(UserWarning, match=r"no forward has run under the plan, .* calls of the model itself"):
+        by_modules(planned).backward()
+    by_modules(planned).backward()  # once
+    other = apply(built(TRANSFORMER), plans["transformer"])
+    loss_of(TRANSFORMER, other, batch_of(TRANSFORMER)).backward()
+    by_modules(other).backward()
+
+
 def test_gradients_that_are_there_as_a_forward_begins_are_told_where_they_may_break_the_budget(
     planned: nn.Module, plans: dict[str, Plan]
 ) -> None:
@@ -283,6 +345,49 @@ def test_gradients_that_are_there_as_a_forward_begins_are_told_where_they_may_br
     tight = dataclasses.replace(plans["transformer"], budget_bytes=plans["transformer"].predicted["peak_bytes"])
     with pytest.warns(UserWarning, match=r"of gradients are there as a forward begins, .* \(`accumulation=`\)"):
         trained(TRANSFORMER, apply(built(TRANSFORMER), tight), micro_batches=2)
+
+
+def test_gradients_that_a_backward_leaves_that_fails_are_told(plans: dict[str, Plan]) -> None:
+    tight = dataclasses.replace(plans["transformer"], budget_bytes=plans["transformer"].predicted["peak_bytes"])
+    model = apply(built(TRANSFORMER), tight)
+
+    def fails(gradient: torch.Tensor) -> None:
+        raise RuntimeError("of the user's own")
+
+    *_, middle, _ = model.parameters()
+    handle = middle.register_hook(fails)
+    with pytest.raises(RuntimeError, match="of the user's own"):
+        loss_of(TRANSFORMER, model, batch_of(TRANSFORMER)).backward()
+    assert next(model.parameters()).grad is None
+    handle.remove()
+    with pytest.warns(UserWarning, match="of gradients are there as a forward begins"):
+        loss_of(TRANSFORMER, model, batch_of(TRANSFORMER)).backward()
+
+
+def test_a_look_between_a_forward_and_its_backward_is_told_where_the_plan_does_not_know(
+    plans: dict[str, Plan],
+) -> None:
+    def look(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = loss_of(TRANSFORMER, model, batch)
+        with torch.no_grad():
+            model(batch[0])
+        return loss
+
+    def train(plan: Plan) -> None:
+        look(apply(built(TRANSFORMER), plan), batch_of(TRANSFORMER)).backward()
+
+    train(dataclasses.replace(plans["transformer"], budget_bytes=1 << 40))
+    with pytest.warns(UserWarning, match="a forward without gradients runs between a forward and its backward"):
+        train(dataclasses.replace(plans["transformer"], budget_bytes=plans["transformer"].predicted["peak_bytes"]))
+    workload = dataclasses.replace(TRANSFORMER, step=look)
+    known = remat.plan(workload, budget="70%step", target=plans["transformer"].target)
+    train(dataclasses.replace(known, budget_bytes=known.predicted["peak_bytes"]))
+    model = apply(built(TRANSFORMER), plans["transformer"])
+    for _ in range(2):  # before a forward, and after its backward, it is an evaluation
+        with torch.no_grad():
+            model(batch_of(TRANSFORMER)[0])
+        loss_of(TRANSFORMER, model, batch_of(TRANSFORMER)).backward()
+        model.zero_grad()
 
 
 def test_two_backwards_through_one_forward_are_told_where_they_may_break_the_budget(plans: dict[str, Plan]) -> None:

@@ -21,6 +21,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import flex_attention
 
 import remat
 from remat._torch.inductor import calls_library, chosen_decompositions, compiling_with
@@ -1152,6 +1153,39 @@ def test_backward_draws_again_in_the_way_of_each_kernel_of_its_forward(monkeypat
     monkeypatch.setattr(partitioner, "draw_again", lambda backward, ways: None)
     model.zero_grad()
     assert distance(gradients(model, products_and_sums, x), expected) > 0.01
+
+
+class Flexible(nn.Module):
+    """FlexAttention with a score of its own, and a layer that may be made again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.slope = nn.Linear(32, 96), nn.Parameter(torch.zeros(2))
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)) for _ in "abc"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def score(s: torch.Tensor, b: Any, head: Any, i: Any, j: Any) -> torch.Tensor:
+            return s + self.slope[head] * (j - i)
+
+        q, k, v = self.wide(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        x = x + flex_attention(q, k, v, score_mod=score).transpose(1, 2).flatten(2)
+        return self.layers(x).square().mean()
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+def test_flex_attention_trains_within_a_compiled_budget(cuts: list[BudgetPartitioner]) -> None:
+    x, found, budget = batch(128, 32)[None].cuda(), list[list[Any]](), 1 << 40
+    for _ in range(2):
+        torch._dynamo.reset()
+        model = built(Flexible).cuda()
+        remat.compile(model, budget)(x).backward()
+        found.append([p.grad for p in model.parameters()])
+        (cut,) = cuts[-1].cuts.values()
+        assert cut.peak_bytes <= budget
+        budget = cut.peak_bytes - x.nbytes
+    assert "own choice" not in str(cut)
+    assert all(map(torch.equal, *found))
 
 
 def _is_mask(node: fx.Node) -> bool:

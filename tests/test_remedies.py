@@ -119,6 +119,13 @@ def test_a_refused_transform_leaves_nothing_open_for_what_comes_next() -> None:
     assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
 
 
+def test_an_operator_of_higher_order_is_refused_with_the_remedy() -> None:
+    said = describe(
+        NotImplementedError("There was no rule registered for HigherOrderOperator flex_attention"), " at m.py:3"
+    )
+    assert said.startswith("the model calls flex_attention") and "remat.compile" in said and said.endswith("at m.py:3")
+
+
 def test_streams_within_a_forward_are_refused_with_the_remedy() -> None:
     said = describe(AssertionError("User object is no longer alive"), " at model.py:3")
     assert said.endswith(

@@ -10,6 +10,8 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -747,16 +749,26 @@ def test_what_inductor_decomposes_is_a_table_of_overloads() -> None:
     assert torch.ops.aten.native_layer_norm.default in inductor.chosen_decompositions()
 
 
-def test_modules_that_inductor_generates_are_handed_over_without_kernels() -> None:
+def test_modules_that_inductor_generates_are_handed_over_without_kernels(tmp_path: Path) -> None:
     from torch._inductor import async_compile, codecache, config
+    from torch._inductor.virtualized import V
 
-    def load(*args: Any, **kwargs: Any) -> None: ...
+    def load(key: str, path: str) -> str:
+        return f"{key} of {path}"
 
+    template = tmp_path / "template.py"
+    template.write_text("a_kernel = 1")
+    as_is = codecache.PyCodeCache.load_by_key_path
     assert inductor.hands_modules_over()
     with inductor.loading_modules(load), inductor.kernels_compiled_by("nobody"):
-        assert codecache.PyCodeCache.load_by_key_path is load and config.force_disable_caches
+        graph: Any = SimpleNamespace(scheduler="made")
+        with V.set_graph_handler(graph):
+            assert codecache.PyCodeCache.load_by_key_path("k", "p") == "k of p" and config.force_disable_caches
+        graph.scheduler = None
+        with V.set_graph_handler(graph):
+            assert codecache.PyCodeCache.load_by_key_path("t", str(template)).a_kernel == 1
         assert async_compile.AsyncCompile == "nobody"
-    assert codecache.PyCodeCache.load_by_key_path is not load and async_compile.AsyncCompile != "nobody"
+    assert codecache.PyCodeCache.load_by_key_path == as_is and async_compile.AsyncCompile != "nobody"
 
 
 def test_a_group_is_traced_and_compiled_and_its_results_keep_their_strides() -> None:
@@ -814,6 +826,7 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
         "name the modes that are on around a model",
         training.function_modes,
     ),
+    "nn.modules.module": ("see hooks on all modules", training.hooks_on_all_modules),
     "utils._python_dispatch._disable_current_modes": ("copy buffers unseen", training.without_modes),
     "autograd.Variable._execution_engine": (
         "hide weights again after a backward",

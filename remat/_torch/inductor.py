@@ -96,12 +96,23 @@ def hands_modules_over() -> bool:
 
 @contextlib.contextmanager
 def loading_modules(load: Callable[..., Any]) -> Iterator[None]:
-    """Let `load(key, path, linemap, attrs)` load the modules that Inductor generates, and cache nothing."""
+    """Let `load(key, path, linemap, attrs)` load the modules that Inductor generates, and cache nothing.
+
+    Modules of templates (FlexAttention's) are loaded as they are, while a graph is lowered: each is a kernel alone.
+    """
     purpose = "predict what Inductor allocates"
-    cache = internal("_inductor.codecache.PyCodeCache", purpose)
+    cache, virtual = (
+        internal("_inductor.codecache.PyCodeCache", purpose),
+        internal("_inductor.virtualized.V", purpose),
+    )
+    as_is = cache.load_by_key_path
+
+    def load_generated(*given: Any, **named: Any) -> Any:
+        return (as_is if virtual.graph.scheduler is None else load)(*given, **named)
+
     with (
         internal("_inductor.config", purpose).patch(force_disable_caches=True, cpp_wrapper=False),
-        mock.patch.object(cache, "load_by_key_path", load),
+        mock.patch.object(cache, "load_by_key_path", load_generated),
     ):
         yield
 

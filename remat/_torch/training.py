@@ -45,6 +45,13 @@ def function_modes() -> list[str]:
     return [type(mode).__name__ for mode in stack()]
 
 
+def hooks_on_all_modules() -> tuple[int, ...]:
+    """Return the numbers of the hooks that run around the forward or the backward of every module."""
+    tables = internal("nn.modules.module", "see hooks on all modules")
+    names = "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks"
+    return tuple(number for name in names for number in getattr(tables, name, ()))
+
+
 def saved_tensors_are_hooked() -> bool:
     """Return whether autograd passes saved tensors to hooks, as within `torch.utils.checkpoint`."""
     top = internal("_C._autograd._top_saved_tensors_default_hooks", "see whether a checkpoint is around a graph")

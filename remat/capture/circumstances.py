@@ -18,9 +18,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from remat._torch.training import hooks_on_all_modules
+
 PACKAGES = ("transformers", "numpy", "peft", "accelerate", "ortools")  # beside torch, which knows its own build
 MOST_LISTED = 5  # of one kind of difference
 
+_ALL = "all modules"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # In configurations: keys of the file, not of the model, and keys without effect (`capture.without_cache`).
 _NAMES = ("architectures", "name_or_path", "transformers_version", "use_cache")
@@ -98,10 +101,11 @@ def _evaluating(model: nn.Module) -> list[str]:
 
 
 def hooked(model: nn.Module) -> list[str]:
-    """List the paths of the modules inside `model` that have hooks."""
-    return [
+    """List the paths of the modules inside `model` that have hooks, and `_ALL` where every module has one."""
+    found = [
         path for path, module in model.named_modules() if path and any(getattr(module, name, None) for name in _HOOKS)
     ]
+    return [*found, _ALL] if hooks_on_all_modules() else found
 
 
 def without_shapes(model: nn.Module) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 FORWARDS = "forwards"  # key of `Graph.about` and `Plan.about`; absent where the model is called once, and nothing else
 EVALUATES = "evaluates"  # likewise: whether a backward goes through forwards of evaluation mode too
 DIFFERENTIATES = "differentiates"  # likewise: whether a step differentiates within its forward
+LOOKS = "looks"  # likewise: whether forwards without gradients run between a forward and its backward
 PASSES = "passes"  # likewise: how many forwards with their backwards a step has; absent where it is one
 
 

@@ -150,6 +150,11 @@ class StepForwards:
     def are_single_graphs(self) -> bool:
         return all(forward.calls == 1 for forward in self.planned)
 
+    @property
+    def are_under_way(self) -> bool:
+        """Whether forwards wait for their backward."""
+        return self.counted.count > 0 and not self.counted.is_over(len(self.planned))
+
     def are_at(self, path: str) -> bool:
         """Return whether the step calls the module at `path`."""
         return any(forward.module == path for forward in self.planned)

@@ -19,12 +19,15 @@ import itertools
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import fx, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from remat._torch.dynamo import frames_traced
 from remat._torch.training import function_modes
@@ -45,7 +48,8 @@ from remat.chunking.chunked_loss import Watch
 from remat.chunking.chunked_rows import RowsWatch
 from remat.errors import CaptureError, PlanMismatch, is_out_of_memory
 from remat.evaluation.form import CAPTURED_FORM, form_of
-from remat.evaluation.forwards import DIFFERENTIATES, EVALUATES, PASSES
+from remat.evaluation.forwards import DIFFERENTIATES, EVALUATES, LOOKS, PASSES
+from remat.evaluation.graph import FORWARD_ALONE
 from remat.evaluation.identity import Fit
 from remat.evaluation.plan import TOKEN_CAP, Plan
 from remat.execution.eager.rewrite import Counts, RegionWatch
@@ -56,6 +60,7 @@ from remat.execution.forwards import CurrentForward, ModuleForward, StepForwards
 from remat.execution.optimizer_as_planned import unlike_planned
 from remat.execution.placing import Placer
 from remat.execution.second_step import SMALL_CHANGE, SecondStep
+from remat.execution.surroundings import Surroundings
 from remat.fusion.formed import formed, groups_in
 from remat.fusion.fused_group import GroupWatch
 from remat.host.copies import Copies
@@ -107,6 +112,21 @@ UNPADDED_BATCH = (
 )
 
 
+class _FirstGradient:
+    """A hook on a parameter of a planned model; it waits for the first gradient."""
+
+    __torch_unserializable__ = True
+
+    def __init__(self, planned: PlannedForward):
+        self._planned = weakref.ref(planned)
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        if (planned := self._planned()) is not None:
+            planned.let_go_of_gradients()
+            if not planned.has_begun:
+                planned.warn_of_modules()
+
+
 class PlannedForward(UnderPlan):
     """The forward of a model that has a plan.
 
@@ -116,6 +136,7 @@ class PlannedForward(UnderPlan):
     """
 
     copies: Copies | None = None
+    _first_gradient: RemovableHandle | None = None
 
     def __init__(self, model: nn.Module, plan: Plan, on_larger: OnLarger, observe: bool, verify_first_step: bool):
         self.model = model
@@ -133,11 +154,21 @@ class PlannedForward(UnderPlan):
         """Install the forwards of modules that the step calls in place of the model."""
         for module in self._modules:
             module.replaced.put(module)
+        parameter = next(iter(trainable(self.model)), None)
+        if parameter is not None and not is_lazy(parameter):
+            self._first_gradient = parameter.register_hook(_FirstGradient(self))
 
     def take_out(self) -> None:
         """Undo `install`."""
         for module in self._modules:
             module.replaced.take_out()
+        self.let_go_of_gradients()
+
+    def let_go_of_gradients(self) -> None:
+        """Remove the hook that waits for the first gradient."""
+        if self._first_gradient is not None:
+            self._first_gradient.remove()
+            self._first_gradient = None
 
     def _prepare(self) -> None:
         self._placer = Placer(self.plan)
@@ -150,6 +181,7 @@ class PlannedForward(UnderPlan):
         self.calls = self._rewritten(observe=self.observe)
         self._fitting: dict[tuple[int, int], fx.GraphModule] = {}  # by call and id; kept, so that an id stays its own
         self._warned: set[str] = set()
+        self.has_begun = False  # whether a forward has run under the plan
         self._sizes: set[tuple[int, ...]] = set()  # of batches that were traced
         self._is_first_forward = True
         self._last_outputs = LastOutputs()
@@ -157,7 +189,9 @@ class PlannedForward(UnderPlan):
         self._more: str = ""  # the excess of a graph that fits over the planned one
         self._before: ModelState | None = None  # the forward that is running
         self._count_forwards()
-        self._graphs: dict[int, GraphCalls] = {}  # by the first forward with the same trace
+        self._surroundings = Surroundings(self.model)
+        # By the first forward with the same trace, and its surroundings.
+        self._graphs: dict[tuple[int, Hashable], GraphCalls] = {}
         self._running: GraphCalls | None = None  # the one whose forward is on
         for each in self.shorter:
             each.main, each.forwards.counted, each._last_outputs = self, self.forwards.counted, self._last_outputs
@@ -223,6 +257,7 @@ class PlannedForward(UnderPlan):
             return self.original(*args, **kwargs)  # its modules are called, as planned, once this has returned
         if (chosen := self._for_batch(args, kwargs)) is not self:
             return chosen(*args, **kwargs)
+        self.main.has_begun = True
         self._now = self.forwards.now(self._at.path)
         graphs = self._current_graphs()
         self._compare_autocast()
@@ -300,7 +335,7 @@ class PlannedForward(UnderPlan):
 
         less_open  graph calls with open sizes or numbers, as which the forward cannot be traced
         """
-        key = self.forwards.traced_with(self._now)
+        key = self.forwards.traced_with(self._now), self._surroundings.now()
         if key in self._graphs and less_open is None:
             return self._graphs[key]
         if key not in self._graphs:
@@ -317,6 +352,8 @@ class PlannedForward(UnderPlan):
         """Run the forward of a model in evaluation mode; warn if it is trained all the same."""
         for each in (self, *self.shorter):
             each.second_step.interrupted()
+        if not torch.is_grad_enabled() and self.forwards.are_under_way:
+            self._compare_look()
         result = self._alone(*args, **kwargs)
         known = self.plan.about.get(EVALUATES) or "eval" in self._warned
         if torch.is_grad_enabled() and not known and not torch.compiler.is_compiling():
@@ -333,6 +370,20 @@ class PlannedForward(UnderPlan):
     def warn_of_compiler(self) -> None:
         """Warn that the model is compiled, and that its training forward is not."""
         self._warn("compiler", f"{_NOT_COMPILED}.", frames=5)
+
+    def warn_of_modules(self) -> None:
+        """Warn that a backward reaches the model's parameters, and no forward has run under the plan."""
+        if "eval" in self._warned:
+            return
+        called = ", ".join(dict.fromkeys(forward.module or "the model itself" for forward in self.forwards.planned))
+        self._not_as_planned(
+            "modules",
+            "a backward reaches the parameters of this model, and no forward has run under the plan, which is for "
+            f"calls of {called}: modules that are called by themselves run without it, and the budget of "
+            f"{gib(self.plan.budget_bytes)} is not kept. Call what was planned, or make a plan with a workload whose "
+            "`step` calls the modules as training does.",
+            frames=2,
+        )
 
     def _warn_of_eval(self, gradient: torch.Tensor) -> None:
         self._warn(
@@ -490,7 +541,7 @@ class PlannedForward(UnderPlan):
                 self._mismatch = mismatch
                 if self._weights is not None:
                     raise self._mismatch  # since its weights are not fetched
-                return graph_module(*args)
+                return graph_module.forward(*args)
             self._note_fit(call, graph_module)
         return self.calls(call, graph_module, args)
 
@@ -499,7 +550,7 @@ class PlannedForward(UnderPlan):
         self._is_early = True
         if text := self._early.warning:
             self._not_as_planned("early", text, frames=11)
-        return graph_module(*args)
+        return graph_module.forward(*args)
 
     # What the plan is compared with
 
@@ -541,6 +592,7 @@ class PlannedForward(UnderPlan):
         found = {"batch": given, "versions": versions(), **state_of(self.model)}
         planned = {**self.plan.about, "batch": self._now.forward.given}
         said = [f"the plan was made for {self.plan.about['workload']!r}, {what}", *differences(planned, found)]
+        said += self._surroundings.changes()
         if modes := function_modes():
             said.append(
                 f"a torch function mode is on ({', '.join(modes)}): under some, Dynamo leaves out operators of a model "
@@ -686,14 +738,24 @@ class PlannedForward(UnderPlan):
         self._compare_held(loop.holds_outputs)
         self._compare_optimizer()
 
+    def _compare_look(self) -> None:
+        """Warn of a forward without gradients before the backward of another, where the plan does not know of any."""
+        about, peak, budget = self.plan.about, self.plan.predicted["peak_bytes"], self.plan.budget_bytes
+        if LOOKS in about or PASSES in about or torch.compiler.is_compiling():
+            return
+        if (alone := about.get(FORWARD_ALONE, 0)) and peak + alone > budget:
+            self._not_as_planned(
+                "look",
+                "a forward without gradients runs between a forward and its backward, and the plan is for a step "
+                f"without: the peak may exceed the planned {gib(peak)} by up to {gib(alone)}, and with it the budget "
+                f"of {gib(budget)}. Evaluate after backward, or make a plan with a workload whose `step` does so.",
+            )
+
     def _compare_gradients(self, loop: TrainingLoop) -> None:
         if loop.accumulates or loop.ddp or loop.shard is not None or "gradients" in self._warned:
             return
-        first = next((p for p in self.model.parameters() if p.requires_grad), None)
-        if first is None or first.grad is None:
-            return
         alive = sum(p.grad.nbytes for p in trainable(self.model) if p.grad is not None)
-        if (peak := self.plan.predicted["peak_bytes"]) + alive > self.plan.budget_bytes:
+        if alive and (peak := self.plan.predicted["peak_bytes"]) + alive > self.plan.budget_bytes:
             self._not_as_planned(
                 "gradients",
                 f"{gib(alive)} of gradients are there as a forward begins, and the plan is for a loop without: the "
@@ -705,7 +767,7 @@ class PlannedForward(UnderPlan):
 
     def _compare_backwards(self) -> None:
         peak, budget = self.plan.predicted["peak_bytes"], self.plan.budget_bytes
-        if self.forwards.were_in_autocast and any(forward.autocast for forward in self.forwards.planned):
+        if self.forwards.were_in_autocast:
             self._compare_casts()
         if DIFFERENTIATES in self.plan.about:
             return
@@ -738,9 +800,9 @@ class PlannedForward(UnderPlan):
             self._not_as_planned(
                 "autocast",
                 "the last backward ran inside of torch.autocast, which keeps its casts of the weights until it ends, "
-                f"and the plan is for a backward outside of it: the peak may exceed the planned {gib(peak)} by up to "
-                f"{gib(casts)}, and with it the budget of {gib(budget)}. Call backward() after the `with "
-                "torch.autocast(...)` block.",
+                f"and the plan is for a backward outside of it: the peak may exceed the planned {gib(peak)} by the "
+                f"casts ({gib(casts)} of weights), and with it the budget of {gib(budget)}. Call backward() after the "
+                "`with torch.autocast(...)` block.",
                 frames=8,
             )
 

@@ -146,6 +146,7 @@ class FakeStep:
     early          how the first steps differ; known once one has run
     held_numbers   values of the model's counters at the beginning of a step, so that no new value is traced anew
     evaluates      whether a backward goes through forwards of evaluation mode too, which a plan leaves alone
+    looks          whether forwards without gradients run between a forward and its backward
     """
 
     calls: TracedForwards
@@ -194,7 +195,7 @@ class FakeStep:
         self._is_untraced = self._in_backward = False
         self.deferred: DeferredPasses | None = None
         self.trails: list[Trail] = []
-        self.evaluates = False
+        self.evaluates = self.looks = False
         self.known_functions = known_functions(self.model)
         self.capture_anew(Answers())
         self._kernels_of = (device if elsewhere is None else elsewhere.device).type
@@ -622,6 +623,7 @@ class FakeStep:
         with without_cache(self.model):
             if traced and not self._is_untraced and self._learns(path, args, kwargs):
                 return self.calls.run(path, args, kwargs)
+            self.looks |= bool(self.calls.made) and not torch.is_grad_enabled()
             with self._untraced(self.calls.look(path, args, kwargs)), self.calls.alone():
                 return self._replaced[path].original(*args, **kwargs)
 
@@ -793,4 +795,4 @@ def autocast_context(device: torch.device, dtype: torch.dtype | None) -> context
 
 
 def execute_plainly(call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
-    return graph_module(*args)
+    return graph_module.forward(*args)

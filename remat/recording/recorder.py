@@ -45,7 +45,7 @@ from remat.capture.settling import recording_models
 from remat.chunking.chunk import CHUNKED
 from remat.chunking.chunked_loss import ChunkedLoss
 from remat.errors import CaptureError, RematError
-from remat.evaluation.forwards import DIFFERENTIATES, EVALUATES, FORWARDS, PASSES, is_plain
+from remat.evaluation.forwards import DIFFERENTIATES, EVALUATES, FORWARDS, LOOKS, PASSES, is_plain
 from remat.evaluation.graph import (
     CALLED_MODULES,
     CAST,
@@ -199,6 +199,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "batch": first.given,
         **({DRAWN_LENGTHS: True} if step.known.drawn_lengths else {}),
         **({EVALUATES: True} if step.evaluates else {}),
+        **({LOOKS: True} if step.looks else {}),
         **({PASSES: step.deferred.count} if step.deferred is not None else {}),
         **({} if is_plain(forwards) else {FORWARDS: [forward.to_json() for forward in forwards]}),
         **state_of(step.model),

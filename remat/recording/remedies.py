@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from pathlib import Path, PurePath
 
@@ -21,6 +22,10 @@ _SIZES = (
     ". The size of its result depends on data, and a plan is for sizes that do not: keep all rows, and multiply by a "
     "mask or choose with torch.where"
 )
+_HIGHER_ORDER = (
+    "the model calls {operator}, which no traced graph looks into: leave it out of a planned step, or train a compiled "
+    "model within a budget (`remat.compile(model, budget=...)`)"
+)
 _NESTED_TENSORS = ". Nested tensors are not supported: pad to one length"
 _STREAMS = ". A forward that enters CUDA streams cannot be planned: run it on the current stream"
 _RELATIVE = (
@@ -31,6 +36,8 @@ _SPARSE = ". Tensors of a sparse layout are not supported: give dense ones"
 
 def describe(error: BaseException, where: str = "") -> str:
     """Describe an error: kind, first line of the message, `where` it happened, and a known remedy."""
+    if called := re.search(r"no rule registered for HigherOrderOperator (\w+)", str(error)):
+        return _HIGHER_ORDER.format(operator=called[1]) + where
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     remedy = _remedy(error, said)

@@ -74,7 +74,7 @@ class RewrittenCalls:
     def __call__(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         weights = self._options.weights
         if self.offloader is None and weights is None and call not in self._calls:
-            return graph_module(*args)
+            return graph_module.forward(*args)
         key = (call, id(graph_module))
         if key not in self._rewritten:
             regions, offloads = self._find(call, graph_module), self._find_offloads(call, graph_module)
@@ -82,4 +82,4 @@ class RewrittenCalls:
         if weights is not None:
             require_products(graph_module, args, weights)
         rewritten = self._rewritten[key]
-        return rewritten(*args) if self.offloader is None else self.offloader.run(call, rewritten, args)
+        return rewritten.forward(*args) if self.offloader is None else self.offloader.run(call, rewritten, args)
