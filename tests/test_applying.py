@@ -218,13 +218,15 @@ def test_a_smaller_last_batch_trains_with_the_plan(planned: nn.Module) -> None:
     assert same(gradients(planned), gradients(untouched))
 
 
-def test_a_larger_batch_warns_once(plans: dict[str, Plan]) -> None:
+def test_a_larger_batch_warns_once_and_again_if_it_is_much_larger_still(plans: dict[str, Plan]) -> None:
     model = apply(built(TRANSFORMER), plans["transformer"])
     batch = batch_of(TRANSFORMER, TRANSFORMER.batch_size + 1)
     with pytest.warns(UserWarning, match="80 elements, the plan was made for 64 .batch size 4") as caught:
         model(*batch)
     assert [warning.filename for warning in caught] == [__file__]
     model(*batch)  # a second warning would be an error here
+    with pytest.warns(UserWarning, match="128 elements, the plan was made for 64"):
+        model(*batch_of(TRANSFORMER, 2 * TRANSFORMER.batch_size))
 
 
 def test_a_larger_batch_is_refused_where_asked(plans: dict[str, Plan]) -> None:
@@ -274,6 +276,16 @@ def test_training_in_evaluation_mode_is_told_and_evaluating_is_not(planned: nn.M
     with pytest.warns(UserWarning, match=r"in evaluation mode .* call model\.train\(\) before training"):
         loss_of(TRANSFORMER, planned, batch_of(TRANSFORMER)).backward()
     loss_of(TRANSFORMER, planned, batch_of(TRANSFORMER)).backward()  # once
+
+
+def test_a_hook_that_breaks_the_graph_is_refused_and_leaves_nothing_behind(planned: nn.Module) -> None:
+    for path in ("layers.1", "layers.1.up"):
+        place = planned.get_submodule(path)
+        handle = place.register_forward_hook(lambda module, given, output: print(float(output.detach().sum())))
+        with pytest.raises(PlanMismatch, match=r"hooks on layers\.1.* let it keep the tensor, detached"):
+            trained(TRANSFORMER, planned)
+        handle.remove()
+        trained(TRANSFORMER, planned)
 
 
 def _hook(monkeypatch: pytest.MonkeyPatch) -> Any:

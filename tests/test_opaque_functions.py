@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch.utils.checkpoint
 from torch import fx, nn
 from torch._dynamo import trace_rules
 
-from remat.capture.opaque_functions import functions_behind, opaque
+from remat.capture.opaque_functions import _changed, functions_behind, opaque
 from remat.costing.device_allocator import measure_peak
-from remat.evaluation.plan import Region
+from remat.errors import CaptureError
+from remat.evaluation.plan import Plan, Region
 from remat.execution.apply import apply, counts_of, planned_forward
 from remat.workload.workload import Workload
 from tests.toys import CPU, graph_of, plan_by_hand, recorded
@@ -149,3 +151,161 @@ def test_graphs_of_a_traced_function_are_not_compiled_with_every_copy(monkeypatc
     monkeypatch.setattr(fx.GraphModule, "recompile", counted)
     copy = fx.GraphModule(graphs[0], graphs[0].graph)
     assert compiled == [copy]
+
+
+def rows(samples: int, length: int | None) -> torch.Tensor:
+    return torch.randn(samples, WIDTH)
+
+
+def of_rows(build: Callable[[], nn.Module]) -> Workload:
+    return Workload("rows", build, rows, lambda model, x: model(x), batch_size=6)
+
+
+def gradients_with_and_without(plan: Plan, build: Callable[[], nn.Module], times: int = 1) -> Iterator[list[list[Any]]]:
+    """Yield the gradients of each step of two equal models, one of which has the plan."""
+    torch.manual_seed(0)
+    models = [apply(build(), plan), build()]
+    models[1].load_state_dict(models[0].state_dict())
+    for _ in range(times):
+        x = rows(6, None)
+        for model in models:
+            model.zero_grad()
+            model(x).backward()
+        yield [[p.grad for p in model.parameters()] for model in models]
+
+
+class Scored(torch.autograd.Function):
+    """Its input, and a score of it; without a gradient of the score, the score's weight has none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        return 1 * x, x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, of_x: Any, of_score: Any) -> tuple[Any, Any]:
+        x, weight = ctx.saved_tensors
+        return (of_x, None) if of_score is None else (of_x + of_score @ weight.t(), x.t() @ of_score)
+
+
+class WithScore(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.score = nn.Parameter(torch.ones(WIDTH, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, _ = Scored.apply(torch.tanh(self.first(x)), self.score)
+        return torch.tanh(self.second(x)).square().mean()
+
+
+def test_a_function_sees_which_gradients_there_are() -> None:
+    graph = graph_of(of_rows(WithScore))
+    assert graph.about["opaque_functions"] == [f"{__name__}:Scored"]
+    ((planned, untouched),) = gradients_with_and_without(
+        plan_by_hand(graph, [Region(1, len(graph.nodes) - 2)]), WithScore
+    )
+    assert planned[0] is None and untouched[0] is None  # the score's
+    assert all(map(torch.equal, planned[1:], untouched[1:]))
+
+
+class Counting(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Counting.calls += 1
+        ctx.scale = Counting.calls
+        return 1 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = ctx.scale * gradient
+        return found
+
+
+def _sets_what_is_given(ctx: Any, state: Any, x: Any) -> Any:
+    state.seen = x
+    state.calls += x
+    return x
+
+
+def _sets_its_context(ctx: Any, x: Any) -> Any:
+    ctx.seen = x
+    ctx.calls += x
+    return lambda: ctx
+
+
+def _sets_a_class(ctx: Any, x: Any) -> Any:
+    Counting.calls += x
+    return x
+
+
+def _sets_a_global(ctx: Any, x: Any) -> Any:
+    global WIDTH
+    WIDTH = x
+    return x
+
+
+@pytest.mark.parametrize(
+    ("function", "changed"),
+    [
+        (_sets_what_is_given, ["given", "given"]),
+        (_sets_its_context, []),
+        (_sets_a_class, ["stays"]),
+        (_sets_a_global, ["stays"]),
+    ],
+)
+def test_what_a_function_changes_is_read_off_its_code(function: Any, changed: list[str]) -> None:
+    assert _changed(function.__code__) == changed
+
+
+class Counted(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = Counting.apply(super().forward(x))
+        return found.square().mean()
+
+
+def test_a_function_whose_forward_counts_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"forward of `Counting` changes something beside its `ctx`"):
+        recorded(of_rows(Counted))
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, strength: float) -> torch.Tensor:
+        ctx.strength = strength
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return -ctx.strength * gradient, None
+
+
+class Schedule:
+    strength = 0.5
+
+
+class TwoReversals(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.heads = nn.ModuleList([nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.body(x))
+        first, second = (head(Reversed.apply(x, Schedule.strength)).square().mean() for head in self.heads)
+        found: torch.Tensor = first + second
+        return found
+
+
+def test_a_number_that_two_functions_take_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo's own trace ends in an error where such a number is left open."""
+    plan = plan_by_hand(graph_of(of_rows(TwoReversals)), ())
+    for step, (planned, untouched) in enumerate(gradients_with_and_without(plan, TwoReversals, times=3)):
+        assert all(map(torch.equal, planned, untouched))
+        monkeypatch.setattr(Schedule, "strength", 0.75 + step)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 import math
 import os
@@ -385,21 +386,21 @@ def not_begun_at(function: Any, *, nor_within: bool = False) -> Any:
     return function
 
 
-def try_again(error: BaseException | None) -> None:
-    """Let Dynamo trace the functions again that it gave up because of `error`; other traces stay.
+def try_again(error: BaseException | None, functions: Iterable[Any] = ()) -> None:
+    """Let Dynamo trace the functions again that it gave up because of `error`, and `functions`; other traces stay.
 
     A function that raises while it is traced runs untraced from then on, and every later graph would break at it. Those
-    are the functions in the error's traceback, and in those of its causes.
+    are the functions in the error's traceback, and in those of its causes. So does one that breaks a graph in a loop.
     """
     purpose = "capture a forward again after one that raised"
     tried = internal("_dynamo.convert_frame.input_codes", purpose)
     treat = internal("_C._dynamo.eval_frame.set_code_exec_strategy", purpose)
     trace = internal("_C._dynamo.eval_frame._FrameAction.DEFAULT", purpose)
     treatment = internal("_C._dynamo.eval_frame._FrameExecStrategy", purpose)(trace, trace)
-    for each in _errors_behind(error):
-        for frame, _ in traceback.walk_tb(each.__traceback__):
-            if frame.f_code in tried:
-                treat(frame.f_code, treatment)
+    raised = (frame.f_code for each in _errors_behind(error) for frame, _ in traceback.walk_tb(each.__traceback__))
+    for code in itertools.chain(raised, (getattr(function, "__code__", None) for function in functions)):
+        if code in tried:
+            treat(code, treatment)
 
 
 def _errors_behind(error: BaseException | None) -> list[BaseException]:

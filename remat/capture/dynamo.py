@@ -72,6 +72,9 @@ _LOGS = ("debug", "info", "warning", "error", "info_once", "warning_once", "warn
 _VIEWS = {"expand", "expand_as", "permute", "reshape", "squeeze", "transpose", "unsqueeze", "view"}
 
 
+_OF_OPEN_FLOATS = ("Guard failed on the same frame", "lift_tracked_freevar_to_input should not be called")
+
+
 class SizesNotOpen(RematError):
     """A graph with open sizes is not wanted: each size must be traced by itself."""
 
@@ -187,9 +190,8 @@ class GraphCalls:
         return self.opens_sizes or self.opens_numbers
 
     def _will_do(self, graph_module: fx.GraphModule) -> bool:
-        if self._fits is None:
-            return move_sizes_first(graph_module) or self.count > 0  # too late to trace anew
-        return move_sizes_first(graph_module) and self._fits(graph_module)
+        fits = move_sizes_first(graph_module) and (self._fits is None or self._fits(graph_module))
+        return fits or self.count > 0  # too late to trace anew
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.look(args, kwargs)
@@ -209,10 +211,10 @@ class GraphCalls:
         self.forget()
         return self._call(args, kwargs)
 
-    def forget(self, error: BaseException | None = None) -> None:
-        """Trace anew from now on, including code that Dynamo skips since `error` came out of it."""
+    def forget(self, error: BaseException | None = None, functions: Iterable[Any] = ()) -> None:
+        """Trace anew from now on, including `functions` and code that Dynamo skips since `error` came out of it."""
         self._compiled.clear()
-        try_again(error)
+        try_again(error, functions)
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Masks:
         """Inspect a batch before it runs: set `elements`, `seen` and `masks`."""
@@ -258,8 +260,9 @@ class GraphCalls:
                 if self.opens_draws and self._backend.has_drawn and not self.count:
                     raise _DrawNotOpen(str(error)) from error
                 raise CaptureError(f"the model cannot be captured: {_first_line(error)}") from error
-            except AssertionError as error:  # a float that is left open, and computed in another order than by Python
-                if self.opens_numbers and str(error).startswith("Guard failed on the same frame"):
+            # A float that is left open: computed in another order than by Python, or given to Functions more than once.
+            except AssertionError as error:
+                if self.opens_any and str(error).startswith(_OF_OPEN_FLOATS):
                     raise SizesNotOpen("the graph depends on numbers of the model.") from error
                 raise
         self._is_whole = self._is_whole or len(graph_breaks()) == breaks

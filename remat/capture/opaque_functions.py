@@ -5,6 +5,10 @@ call, and the call is in no graph: no region can hold it, and every new size of 
 forward that is one graph can be tried with its sizes left open. Such a Function is called unchanged instead, in a
 node of its own: eager mode's kernels in eager mode's order, which a region recomputes whole or leaves alone.
 
+So are Functions that Dynamo traces to other numbers: those that see which gradients there are
+(`ctx.set_materialize_grads(False)`), and those whose backward changes something but its `ctx`. One whose forward does
+is refused: a recomputation would change it again.
+
 Planning finds them behind the loss, where a traced one is another class. The plan names them, since a graph is the
 planned one only if the same are left whole. Dynamo's own list of such classes is for the life of the process: a class
 is on it only while remat traces.
@@ -13,7 +17,9 @@ is on it only while remat traces.
 from __future__ import annotations
 
 import contextlib
+import dis
 import importlib
+import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,12 +32,74 @@ from remat._torch.training import without_modes
 from remat.capture import four_bit, trl_head
 
 Function = type[torch.autograd.Function]
+_NOT_A_MODELS = ("torch", "remat")
 
 
 def known_functions(model: nn.Module) -> frozenset[str]:
     """List the Functions that layers of `model` are known to call: no first capture need find these."""
     known = {four_bit.FUNCTION: four_bit.has_4_bit_layers, trl_head.FUNCTION: trl_head.is_on}
     return frozenset(name for name, is_on in known.items() if is_on(model))
+
+
+def changing_functions() -> tuple[frozenset[str], frozenset[str]]:
+    """List the Functions of this process that are to be left whole, and those whose forward changes what stays."""
+    whole, changing = set(), set()
+    for function in _all_functions(torch.autograd.Function):
+        forward = [*_codes(function, "forward"), *_codes(function, "setup_context")]
+        changed = [each for code in forward for each in _changed(code)]
+        if changed or _sees_missing_gradients(forward) or any(map(_changed, _codes(function, "backward"))):
+            whole.add(name_of(function))
+        if "stays" in changed:
+            changing.add(name_of(function))
+    return frozenset(whole), frozenset(changing)
+
+
+def _all_functions(base: Function) -> Iterator[Function]:
+    for function in base.__subclasses__():
+        if function.__module__.partition(".")[0] not in _NOT_A_MODELS:
+            yield function
+        yield from _all_functions(function)
+
+
+def _codes(function: Function, name: str) -> list[types.CodeType]:
+    """Return the code of a method, if it is written in Python and not torch's base class's."""
+    method: Any = getattr(function, name, None)
+    is_own = method is not getattr(torch.autograd.Function, name, None)
+    return [method.__code__] if is_own and hasattr(method, "__code__") else []
+
+
+def _sees_missing_gradients(codes: Iterable[types.CodeType]) -> bool:
+    return any("set_materialize_grads" in code.co_names for code in codes)
+
+
+def _changed(code: types.CodeType) -> list[str]:
+    """List what code sets beside its variables and attributes of `ctx`.
+
+    "stays" for globals, variables of an enclosing function, and their attributes; "given" for attributes of arguments.
+    """
+    context, found = code.co_varnames[:1], []
+    root = augmented = ("", "")
+    before = ""
+    for instruction in dis.get_instructions(code):
+        name, value = instruction.opname, instruction.argval
+        if name in ("STORE_GLOBAL", "STORE_DEREF") and value not in code.co_cellvars:
+            found.append("stays")
+        elif name == "STORE_ATTR":
+            kind, of = augmented if before == "SWAP" else root
+            if kind != "LOAD_FAST" or of not in context:
+                found.append("given" if kind == "LOAD_FAST" else "stays")
+        elif name == "COPY":
+            augmented = root
+        elif name.startswith("LOAD_FAST") or (name == "LOAD_DEREF" and value in code.co_cellvars):
+            root = "LOAD_FAST", value[-1] if isinstance(value, tuple) else value
+        elif name in ("LOAD_GLOBAL", "LOAD_DEREF"):
+            root = name, value
+        before = name
+    return found
+
+
+def name_of(function: Function) -> str:
+    return f"{function.__module__}:{function.__qualname__}"
 
 
 def functions_behind(loss: torch.Tensor) -> frozenset[str]:
@@ -44,8 +112,8 @@ def functions_behind(loss: torch.Tensor) -> frozenset[str]:
         seen.add(node)
         ahead.extend(before for before, _ in node.next_functions)
         function = getattr(node, "_forward_cls", None)
-        if function is not None and function.__module__.partition(".")[0] not in ("torch", "remat"):
-            found.add(f"{function.__module__}:{function.__qualname__}")
+        if function is not None and function.__module__.partition(".")[0] not in _NOT_A_MODELS:
+            found.add(name_of(function))
     return frozenset(found)
 
 
@@ -165,5 +233,5 @@ def _named(name: str) -> Function | None:
         for part in path.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError):  # of a class made within a function, say
-        return None
+        return next((each for each in _all_functions(torch.autograd.Function) if name_of(each) == name), None)
     return found if isinstance(found, type) and issubclass(found, torch.autograd.Function) else None

@@ -28,7 +28,7 @@ from remat._torch.dynamo import graph_breaks
 from remat.capture.anchors import Signature
 from remat.capture.eager_answers import Answers
 from remat.capture.model_state import NUMBER, ModelState
-from remat.capture.opaque_functions import functions_behind
+from remat.capture.opaque_functions import changing_functions, functions_behind
 from remat.errors import CaptureError, RematError
 from remat.units import first_few
 
@@ -127,7 +127,11 @@ def settle(step: SteadyStep, run_again: Callable[[], None]) -> None:
 def _answered(step: SteadyStep, run_again: Callable[[], None]) -> _Capture:
     """Return the capture under the answers that keep the most eager branches."""
     untouched = step.state()
-    first = found = _steady(step, run_again, Answers(opaque=step.known_functions))
+    whole, changing = changing_functions()
+    first = found = _steady(step, run_again, Answers(opaque=step.known_functions | whole))
+    found.answers.opaque &= step.known_functions | found.functions  # those that the step calls
+    if changes := changing & found.functions:
+        return dataclasses.replace(found, failure=_changing(changes))
     while untraced := found.functions - found.answers.opaque:
         other = _steady(step, run_again, Answers(opaque=found.answers.opaque | untraced))
         if other.failure is not None:
@@ -180,6 +184,14 @@ def _unsteady(carried: Mapping[str, str]) -> CaptureError:
         f"the forward has another graph in every step, also after {MOST_WITH_STATE} of them, because of what it keeps "
         f"from one to the next ({listed(carried)}), and a plan is for a graph that stays: keep it in a tensor of a "
         "fixed size, which is there when the model is made."
+    )
+
+
+def _changing(names: Iterable[str]) -> CaptureError:
+    return CaptureError(
+        f"the forward of {listed(name.partition(':')[2] for name in sorted(names))} changes something beside its `ctx` "
+        "(a global, a number of a class), and a recomputation would change it again: change that where the Function is "
+        "called, and give it to the Function as an argument."
     )
 
 

@@ -14,7 +14,8 @@ Rule 2  zero3 has the parameters of a layer gathered while it runs, and those of
         `fully_shard` keeps until the next one is gathered; for the last layer that is the end of forward, with the loss
         if the model computes it. Backward begins with fetching that layer again, ahead of the loss's own. (Of a region
         of several layers more than two may be gathered at once: plan with regions that are layers.)
-Rule 3  zero2 and zero3 scatter a unit's gradients when its backward ends: until then they are there whole.
+Rule 3  zero2 and zero3 scatter a unit's gradients when its backward ends: until then they are there whole. The buffer
+        that they are scattered from is as large, and stays until the next unit's are.
 Rule 4  The optimizer works on its shard: what it needs besides is a D-th.
 
 A storage that a rule adds is made by the first node of its unit; like a cast it is never saved by a plan, and made
@@ -130,11 +131,14 @@ class _Sharding:
     def _gradients(self) -> Iterator[AddedStorage]:  # Rule 3
         graph = self.graph
         last = graph.op_count - 1
+        waiting = sorted(scattered for _, scattered in self._backward_spans.values())
         for unit, members in self.units.items():
             whole = sum(p.gradient_bytes for p in members)
             if not whole or unit not in self._backward_spans:
                 continue
             first, scattered = self._backward_spans[unit]
+            if after := waiting[waiting.index(scattered) + 1 :]:
+                yield AddedStorage(whole, scattered + 1, after[0], -1, role="other")
             if self.loop.accumulates:  # shards are fixed; the micro-batch's own gradients are whole for a while
                 yield AddedStorage(whole, first, scattered, -1, role="gradient")
             else:

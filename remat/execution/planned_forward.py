@@ -29,7 +29,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from remat._torch.dynamo import frames_traced
+from remat._torch.dynamo import ddp_around, frames_traced
 from remat._torch.training import function_modes
 from remat.capture.attention_masks import PADDED_BATCH, Masks, takes_mask
 from remat.capture.circumstances import differences, given_to, hooked, state_of, versions, without_shapes
@@ -74,6 +74,7 @@ from remat.workload.workload import trainable
 OnLarger = Literal["warn", "refuse"]
 
 MANY_TRACES = 16
+MUCH_LARGER = 1.1  # of a batch: told again
 
 # Attributes in copies and pickles of a planned forward.
 _COPIED_ATTRIBUTES = (
@@ -133,10 +134,13 @@ class PlannedForward(UnderPlan):
     copies   makes copies between device and host; None: chosen for the device at hand
     shorter  forwards of the same model under the plan's plans for shorter batches
     main     the one that this is a shorter one of, or itself
+    has_begun  whether a forward has run under the plan
     """
 
     copies: Copies | None = None
+    has_begun = False
     _first_gradient: RemovableHandle | None = None
+    _largest = 0.0  # elements of the largest batch that a warning told of
 
     def __init__(self, model: nn.Module, plan: Plan, on_larger: OnLarger, observe: bool, verify_first_step: bool):
         self.model = model
@@ -181,7 +185,6 @@ class PlannedForward(UnderPlan):
         self.calls = self._rewritten(observe=self.observe)
         self._fitting: dict[tuple[int, int], fx.GraphModule] = {}  # by call and id; kept, so that an id stays its own
         self._warned: set[str] = set()
-        self.has_begun = False  # whether a forward has run under the plan
         self._sizes: set[tuple[int, ...]] = set()  # of batches that were traced
         self._is_first_forward = True
         self._last_outputs = LastOutputs()
@@ -486,6 +489,7 @@ class PlannedForward(UnderPlan):
         if unsettled is not None:
             return self._run_completed(unsettled, graphs, args, kwargs)
         if self._mismatch is not None:
+            graphs.forget(functions=[getattr(type(module), "forward", None) for module in self.model.modules()])
             raise self._mismatch
         if not self._is_early:
             self._compare_calls(graphs.count)
@@ -634,7 +638,10 @@ class PlannedForward(UnderPlan):
         if checkpoints_itself(self.model):
             return "turn gradient_checkpointing off in this model, the plan decides what is recomputed, or plan with it"
         if new := [path for path in hooked(self.model) if path not in self.plan.about.get("hooked", ())]:
-            return f"make a plan for this model with its hooks (on {', '.join(new[:3])})"
+            return (
+                f"make a plan for this model with its hooks (on {', '.join(new[:3])}). A hook that reads a number off "
+                "a tensor (`float()`, `item()`) has no plan: let it keep the tensor, detached, and read it later"
+            )
         return "use the model as planned, or make a plan for it as it is"
 
     def _grown(self) -> str | None:
@@ -711,6 +718,9 @@ class PlannedForward(UnderPlan):
             planned, found = sum(inputs.values()) or self.plan.about.get("batch_elements", 0), sum(elements.values())
         if not planned or found <= planned:
             return
+        if found > MUCH_LARGER * self._largest:
+            self._largest = found
+            self._warned.discard("batch")
         self._not_as_planned(
             "batch",
             f"this batch has {found} elements, the plan was made for {planned} "
@@ -736,6 +746,7 @@ class PlannedForward(UnderPlan):
             self._compare_gradients(loop)
         self._compare_backwards()
         self._compare_held(loop.holds_outputs)
+        self._compare_buckets(loop)
         self._compare_optimizer()
 
     def _compare_look(self) -> None:
@@ -762,6 +773,20 @@ class PlannedForward(UnderPlan):
                 f"peak may exceed the planned {gib(peak)} by as much, and with it the budget of "
                 f"{gib(self.plan.budget_bytes)}. Set gradients to None after each step "
                 "(optimizer.zero_grad(set_to_none=True)), or plan for the loop (`accumulation=`).",
+                frames=8,
+            )
+
+    def _compare_buckets(self, loop: TrainingLoop) -> None:
+        if loop.ddp or loop.shard is not None or "buckets" in self._warned or (around := ddp_around()) is None:
+            return
+        peak, budget = self.plan.predicted["peak_bytes"], self.plan.budget_bytes
+        buckets = 0 if around.gradient_as_bucket_view else sum(p.nbytes for p in trainable(self.model))
+        if buckets and peak + buckets > budget:
+            self._not_as_planned(
+                "buckets",
+                f"DistributedDataParallel has {gib(buckets)} of gradient buckets, and the plan is for a loop without: "
+                f"the peak may exceed the planned {gib(peak)} by as much, and with it the budget of {gib(budget)}. "
+                "Plan with `--ddp` (`TrainingLoop(ddp=True)`), or wrap with `gradient_as_bucket_view=True`.",
                 frames=8,
             )
 

@@ -511,7 +511,8 @@ class FakeStep:
         except DataDependentOutputException as error:
             raise CaptureError(
                 f"the step of {self.workload.name!r} reads a number off a tensor (`item()`, `float()`, `if tensor`)"
-                f"{line_of(error)}, and no tensor has data while planning. Compute without that number, keep a "
+                f"{line_of(error)}, and no tensor has data while planning. Compute without that number (a hook: keep "
+                "the tensor, detached, and read it later), keep a "
                 "counter as a Python number in place of a buffer, or turn it off (a layer drop: set `layerdrop` to 0)."
             ) from error
         except Exception as error:

@@ -32,6 +32,7 @@ from remat.errors import PlanMismatch, UsageError
 from remat.evaluation.plan import RegionRef
 from remat.execution.eager.rewrite import Counts, RegionWatch
 from remat.execution.kernel_settings import KernelSettings
+from remat.execution.modules.shards import unlike_planned
 from remat.execution.planned_forward import PlannedForward, checkpoints_itself, dtypes_of
 from remat.execution.random_states import Source, set_state, state_of
 from remat.execution.recomputed import Recomputed
@@ -320,6 +321,8 @@ class PlannedModules(PlannedForward):
         self._compare_batch(args, kwargs)
         self._compare_loop()
         self._compare_masks(args, kwargs)
+        for name, text in unlike_planned(self.plan, self.model):
+            self._not_as_planned(name, text, frames=5)
         self.calls.entered.clear()
         self.calls.watch = self.region_watch
         self.calls.compare = self._compare_region if first else None
