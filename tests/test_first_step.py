@@ -401,6 +401,41 @@ def test_the_check_leaves_autocasts_copies_of_weights_to_the_next_call() -> None
     assert all(map(torch.equal, *found))
 
 
+class Noted(torch.autograd.Function):
+    """Its input; its backward writes to a buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        ctx.seen = seen
+        return 1 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.seen.add_(gradient.abs().sum())
+        return gradient, None
+
+
+class Noting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2))
+        self.register_buffer("seen", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(Noted.apply(x, self.seen))
+        return x.square().mean()
+
+
+def test_a_backward_of_the_model_s_own_may_write_to_buffers() -> None:
+    noting = Workload("noting", Noting, lambda n, _: torch.ones(n, 16), lambda model, x: model(x), 8)
+    graph = record(fake_step(noting, find_planning_device("cpu")))
+    model = apply(Noting(), plan_by_hand(graph, every_block(graph)), observe=True)
+    model(torch.ones(8, 16)).backward()
+    assert counts_of(model).regions == 2
+    assert model.get_buffer("seen").any()
+
+
 @pytest.mark.parametrize("off", [False, True])
 def test_it_is_turned_off_by_name(off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a planned step too; `test_trainers.py` and `test_frameworks.py` have the callbacks."""

@@ -20,7 +20,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -742,12 +742,13 @@ class PlannedForward(UnderPlan):
             return
         if said := self.second_step.begins():
             self._warn("peak", said, 6)
+        parameters = trainable(self.model)
         if PASSES not in self.plan.about:  # of which the second and later ones have gradients
-            self._compare_gradients(loop)
+            self._compare_gradients(loop, parameters)
         self._compare_backwards()
         self._compare_held(loop.holds_outputs)
         self._compare_buckets(loop)
-        self._compare_optimizer()
+        self._compare_optimizer(parameters)
 
     def _compare_look(self) -> None:
         """Warn of a forward without gradients before the backward of another, where the plan does not know of any."""
@@ -762,10 +763,10 @@ class PlannedForward(UnderPlan):
                 f"of {gib(budget)}. Evaluate after backward, or make a plan with a workload whose `step` does so.",
             )
 
-    def _compare_gradients(self, loop: TrainingLoop) -> None:
+    def _compare_gradients(self, loop: TrainingLoop, parameters: Sequence[nn.Parameter]) -> None:
         if loop.accumulates or loop.ddp or loop.shard is not None or "gradients" in self._warned:
             return
-        alive = sum(p.grad.nbytes for p in trainable(self.model) if p.grad is not None)
+        alive = sum(p.grad.nbytes for p in parameters if p.grad is not None)
         if alive and (peak := self.plan.predicted["peak_bytes"]) + alive > self.plan.budget_bytes:
             self._not_as_planned(
                 "gradients",
@@ -846,12 +847,12 @@ class PlannedForward(UnderPlan):
             '(`offload="weights"`), or leave `remat.offload_weights` out.'
         )
 
-    def _compare_optimizer(self) -> None:
+    def _compare_optimizer(self, parameters: list[nn.Parameter]) -> None:
         """Warn if the optimizer is not as planned; checked from the second forward on."""
         first, self._is_first_forward = self._is_first_forward, False
         if first or "optimizer" in self._warned:
             return
-        if text := unlike_planned(self.plan, trainable(self.model)):
+        if text := unlike_planned(self.plan, parameters):
             self._not_as_planned("optimizer", text, frames=8)
 
     def _compare_held(self, declared: bool) -> None:

@@ -43,6 +43,7 @@ class Recomputed:
         known = [*model.parameters(), *(buffer for _, buffer in self._buffers)]
         known += [] if (weights := weights_on_host(model)) is None else weights.memory
         self._backward = -1  # whose buffers are noted
+        self._depth, self._before, self._changed = 0, list[Digest](), set[str]()  # buffers that recomputations change
         self._known = {storage_of(tensor) for tensor in known if not is_wrapper(tensor)}
 
     def watching(self, region: str) -> contextlib.AbstractContextManager[str]:
@@ -58,14 +59,33 @@ class Recomputed:
 
     @untraced
     def begins(self) -> None:
-        """Note that a region begins to be recomputed; when its backward ends, buffers must be as they are now."""
+        """Note that a region begins to be recomputed; `ends` follows.
+
+        Buffers that it changes must be as they are now when the whole backward ends.
+        """
+        self._depth += 1
+        if self._depth == 1:
+            self._before = self._digests()
         if (number := backward_number()) >= 0 and number != self._backward:
             self._backward = number
-            before = {name: digest_of(buffer) for name, buffer in self._buffers}
+            self._changed.clear()
+            before = dict(zip((name for name, _ in self._buffers), self._before, strict=True))
             when_backward_ends(lambda: self._require_unchanged(before))
 
+    @untraced
+    def ends(self) -> None:
+        """Note that a region has been recomputed. The model's own backward may write to buffers too."""
+        self._depth -= 1
+        if self._depth == 0:
+            pairs = zip(self._buffers, self._before, self._digests(), strict=True)
+            self._changed |= {name for (name, _), before, now in pairs if not before.is_equal(now)}
+
+    def _digests(self) -> list[Digest]:
+        return [digest_of(buffer) for _, buffer in self._buffers]
+
     def _require_unchanged(self, before: Mapping[str, Digest]) -> None:
-        if changed := [name for name, buffer in self._buffers if not before[name].is_equal(digest_of(buffer))]:
+        may_be = [(name, buffer) for name, buffer in self._buffers if name in self._changed]
+        if changed := [name for name, buffer in may_be if not before[name].is_equal(digest_of(buffer))]:
             raise FirstStepMismatch(
                 f"recomputing regions changed {', '.join(changed[:3])}, which a forward changes once. {REMEDY}"
             )

@@ -312,6 +312,8 @@ class _Recomputation:
         self._tape.replaying = False
         self._tape.restore()
         self._context.__exit__(*error)
+        if self._tape.recomputed is not None:
+            self._tape.recomputed.ends()
 
 
 def _source_of(args: Any, kwargs: Any) -> Source | None:

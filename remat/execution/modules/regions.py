@@ -207,6 +207,8 @@ class _ModuleRecomputation:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
+        if self.recomputed is not None:
+            self.recomputed.ends()
 
 
 # Random numbers (Rule 1)
