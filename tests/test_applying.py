@@ -25,9 +25,11 @@ from remat import models
 from remat.errors import CaptureError, PlanMismatch, UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Plan, Region, to_refs
-from remat.execution.apply import apply, counts_of, remove
+from remat.execution.apply import apply, counts_of, planned_forward, remove
 from remat.execution.eager.replay import replay
 from remat.execution.eager.rewritten_calls import RewrittenCalls
+from remat.execution.planned_forward import MANY_SURROUNDINGS
+from remat.execution.surroundings import Surroundings
 from remat.formulation.search_space import blocks, find_space
 from remat.recording.fake_step import FakeStep, autocast_context
 from remat.recording.recorder import record
@@ -311,6 +313,58 @@ def test_changes_that_no_guard_sees_are_refused_while_they_last(
         trained(TRANSFORMER, planned)
     undo()
     trained(TRANSFORMER, planned)
+
+
+class Table(dict):
+    """Callable, and not hashable."""
+
+    def __call__(self) -> None: ...
+
+
+class Made(nn.Linear):
+    """With methods that are made anew whenever the class is asked for them."""
+
+    table = Table()
+    halved = functools.partialmethod(nn.Linear.forward)
+
+    @classmethod
+    def made(cls) -> nn.Module:
+        return cls(1, 1)
+
+    @property
+    def width(self) -> int:
+        raise RuntimeError
+
+
+def test_surroundings_stay_as_long_as_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    surroundings = Surroundings(nn.Sequential(Made(1, 1)))
+    before = surroundings.now()
+    assert surroundings.now() == before
+    assert surroundings.changes() == []
+    with monkeypatch.context() as patched:
+        patched.setattr(Made, "forward", lambda self, x: x)  # which it inherits
+        assert surroundings.now() != before
+        assert surroundings.changes() == ["Made.forward was replaced since the first forward"]
+    assert surroundings.now() == before
+
+
+def test_surroundings_that_change_in_every_step_are_told_and_let_go(
+    planned: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = nn.LayerNorm.forward
+
+    def step() -> None:
+        monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: own(self, x))
+        trained(TRANSFORMER, planned)
+
+    for _ in range(MANY_SURROUNDINGS):
+        step()
+    with pytest.warns(UserWarning, match=r"has changed in more than 4 ways, and each is traced by itself"):
+        step()
+    for _ in range(MANY_SURROUNDINGS):
+        step()
+    assert len(planned_forward(planned)._graphs) <= MANY_SURROUNDINGS
+    assert len(planned_forward(planned)._fitting) <= MANY_SURROUNDINGS
 
 
 def test_other_kernels_of_attention_are_held_against_the_plan() -> None:

@@ -178,6 +178,7 @@ class Scored(torch.autograd.Function):
     """Its input, and a score of it; without a gradient of the score, the score's weight has none."""
 
     @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
@@ -237,15 +238,41 @@ def _sets_its_context(ctx: Any, x: Any) -> Any:
     return lambda: ctx
 
 
-def _sets_a_class(ctx: Any, x: Any) -> Any:
+def _counts_in_a_class(ctx: Any, x: Any) -> Any:
+    Counting.calls = 1 + Counting.calls
     Counting.calls += x
     return x
 
 
-def _sets_a_global(ctx: Any, x: Any) -> Any:
-    global WIDTH
-    WIDTH = x
+def _counts_in_a_table(ctx: Any, x: Any) -> Any:
+    TABLE["n"] += x
     return x
+
+
+def _counts_in_a_global(ctx: Any, x: Any) -> Any:
+    global CALLS
+    CALLS += 1
+    return x
+
+
+def _loads_once(ctx: Any, x: Any) -> Any:
+    global CALLS
+    if CALLS is None:
+        CALLS = len(x)
+    TABLE["last"] = x
+    return x
+
+
+def _puts_back(ctx: Any, x: Any) -> Any:
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = before
+    x[:, WIDTH] += 1
+    x[WIDTH] = x
+    return x
+
+
+CALLS, TABLE = 0, {"n": 0}
 
 
 @pytest.mark.parametrize(
@@ -253,8 +280,11 @@ def _sets_a_global(ctx: Any, x: Any) -> Any:
     [
         (_sets_what_is_given, ["given", "given"]),
         (_sets_its_context, []),
-        (_sets_a_class, ["stays"]),
-        (_sets_a_global, ["stays"]),
+        (_counts_in_a_class, ["counts", "counts"]),
+        (_counts_in_a_table, ["counts"]),
+        (_counts_in_a_global, ["counts"]),
+        (_loads_once, ["stays", "stays"]),
+        (_puts_back, ["stays", "stays"]),
     ],
 )
 def test_what_a_function_changes_is_read_off_its_code(function: Any, changed: list[str]) -> None:

@@ -51,6 +51,13 @@ def sharded(change: Callable[[Any], None] = lambda model: None, **options: Any) 
     return model
 
 
+def layers_alone() -> nn.Module:
+    model = Transformer()
+    for layer in model.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    return model
+
+
 def waits(model: FSDPModule) -> None:
     model.set_requires_gradient_sync(False)
 
@@ -60,6 +67,7 @@ def waits(model: FSDPModule) -> None:
     [
         (sharded, []),
         (functools.partial(sharded, reshard_after_forward=False), ["gathered"]),
+        (layers_alone, ["gathered"]),
         (functools.partial(sharded, waits), ["whole gradients"]),
         (functools.partial(sharded, mp_policy=BF16), ["policy"]),
     ],

@@ -211,10 +211,10 @@ class GraphCalls:
         self.forget()
         return self._call(args, kwargs)
 
-    def forget(self, error: BaseException | None = None, functions: Iterable[Any] = ()) -> None:
-        """Trace anew from now on, including `functions` and code that Dynamo skips since `error` came out of it."""
+    def forget(self, error: BaseException | None = None) -> None:
+        """Trace anew from now on, including code that Dynamo skips since `error` came out of it."""
         self._compiled.clear()
-        try_again(error, functions)
+        try_again(error)
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Masks:
         """Inspect a batch before it runs: set `elements`, `seen` and `masks`."""

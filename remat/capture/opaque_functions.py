@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import importlib
+import inspect
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -42,14 +43,14 @@ def known_functions(model: nn.Module) -> frozenset[str]:
 
 
 def changing_functions() -> tuple[frozenset[str], frozenset[str]]:
-    """List the Functions of this process that are to be left whole, and those whose forward changes what stays."""
+    """List the Functions of this process that are to be left whole, and those whose forward counts."""
     whole, changing = set(), set()
     for function in _all_functions(torch.autograd.Function):
         forward = [*_codes(function, "forward"), *_codes(function, "setup_context")]
         changed = [each for code in forward for each in _changed(code)]
         if changed or _sees_missing_gradients(forward) or any(map(_changed, _codes(function, "backward"))):
             whole.add(name_of(function))
-        if "stays" in changed:
+        if "counts" in changed:
             changing.add(name_of(function))
     return frozenset(whole), frozenset(changing)
 
@@ -63,7 +64,7 @@ def _all_functions(base: Function) -> Iterator[Function]:
 
 def _codes(function: Function, name: str) -> list[types.CodeType]:
     """Return the code of a method, if it is written in Python and not torch's base class's."""
-    method: Any = getattr(function, name, None)
+    method: Any = inspect.unwrap(getattr(function, name, None))  # type: ignore[arg-type]
     is_own = method is not getattr(torch.autograd.Function, name, None)
     return [method.__code__] if is_own and hasattr(method, "__code__") else []
 
@@ -73,27 +74,37 @@ def _sees_missing_gradients(codes: Iterable[types.CodeType]) -> bool:
 
 
 def _changed(code: types.CodeType) -> list[str]:
-    """List what code sets beside its variables and attributes of `ctx`.
+    """List what code sets beside its variables, items of them, and attributes of `ctx`.
 
-    "stays" for globals, variables of an enclosing function, and their attributes; "given" for attributes of arguments.
+    "given"   an attribute of an argument
+    "stays"   a global, a variable of an enclosing function, an attribute or an item of one
+    "counts"  such a one, to something computed of what it was: a second run sets it to something else
     """
-    context, found = code.co_varnames[:1], []
-    root = augmented = ("", "")
-    before = ""
+    found, read = list[str](), {""}
+    loads, copied = [(True, "")] * 2, [(True, "")] * 2  # whether of the code's own variables, and the name
+    before, computed = "", False
     for instruction in dis.get_instructions(code):
         name, value = instruction.opname, instruction.argval
-        if name in ("STORE_GLOBAL", "STORE_DEREF") and value not in code.co_cellvars:
-            found.append("stays")
-        elif name == "STORE_ATTR":
-            kind, of = augmented if before == "SWAP" else root
-            if kind != "LOAD_FAST" or of not in context:
-                found.append("given" if kind == "LOAD_FAST" else "stays")
-        elif name == "COPY":
-            augmented = root
-        elif name.startswith("LOAD_FAST") or (name == "LOAD_DEREF" and value in code.co_cellvars):
-            root = "LOAD_FAST", value[-1] if isinstance(value, tuple) else value
-        elif name in ("LOAD_GLOBAL", "LOAD_DEREF"):
-            root = name, value
+        is_cell = "DEREF" in name and value in code.co_cellvars
+        augments = before == "SWAP"
+        counts = "counts" if computed and value in read else "stays"
+        if name == "STORE_ATTR":
+            is_own, of = (copied if augments else loads)[-1]
+            if not is_own or of not in code.co_varnames[:1]:
+                found.append("given" if is_own else counts)
+        elif (name == "STORE_SUBSCR" and not (copied if augments else loads)[0][0]) or (
+            name in ("STORE_GLOBAL", "STORE_DEREF") and not is_cell
+        ):
+            found.append("counts" if name == "STORE_SUBSCR" and augments else counts)
+        if name == "COPY" and before != "COPY":
+            copied = loads
+        elif name in ("LOAD_GLOBAL", "LOAD_DEREF") and not is_cell:
+            loads = [loads[1], (False, value)]
+        elif "LOAD_FAST" in name or name in ("LOAD_CONST", "LOAD_DEREF"):
+            loads = [loads[1], (True, value[-1] if "LOAD_FAST" in name and isinstance(value, tuple) else value)]
+        if name.startswith("LOAD_") and isinstance(value, str):
+            read.add(value)
+        computed = name == "BINARY_OP" or (computed and (name.startswith("LOAD_") or name == "SWAP"))
         before = name
     return found
 
@@ -120,7 +131,7 @@ def functions_behind(loss: torch.Tensor) -> frozenset[str]:
 @contextlib.contextmanager
 def opaque(names: Iterable[str]) -> Iterator[None]:
     """Make nodes of the Functions of these names while the context is open; ignore missing ones."""
-    functions = [function for function in map(_named, set(names) - {four_bit.FUNCTION}) if function is not None]
+    functions = [function for name in set(names) - {four_bit.FUNCTION} for function in _named(name)]
     with left_whole([*functions, four_bit.matmul_4bit]), contextlib.ExitStack() as stack:
         for function in functions:
             stack.enter_context(_keeping_sizes_open(function))
@@ -226,12 +237,12 @@ class _Shaped(torch.autograd.Function):
         raise AssertionError("nothing is learnt while a graph is traced")
 
 
-def _named(name: str) -> Function | None:
+def _named(name: str) -> list[Function]:
     module, _, path = name.partition(":")
     try:
         found = importlib.import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError):  # of a class made within a function, say
-        return next((each for each in _all_functions(torch.autograd.Function) if name_of(each) == name), None)
-    return found if isinstance(found, type) and issubclass(found, torch.autograd.Function) else None
+        return [each for each in _all_functions(torch.autograd.Function) if name_of(each) == name]
+    return [found] if isinstance(found, type) and issubclass(found, torch.autograd.Function) else []

@@ -29,7 +29,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from remat._torch.dynamo import ddp_around, frames_traced
+from remat._torch.dynamo import ddp_around, frames_traced, try_again
 from remat._torch.training import function_modes
 from remat.capture.attention_masks import PADDED_BATCH, Masks, takes_mask
 from remat.capture.circumstances import differences, given_to, hooked, state_of, versions, without_shapes
@@ -73,8 +73,8 @@ from remat.workload.workload import trainable
 
 OnLarger = Literal["warn", "refuse"]
 
-MANY_TRACES = 16
-MUCH_LARGER = 1.1  # of a batch: told again
+MANY_TRACES, MANY_SURROUNDINGS = 16, 4
+MUCH_LARGER = 1.5  # of a batch: told again
 
 # Attributes in copies and pickles of a planned forward.
 _COPIED_ATTRIBUTES = (
@@ -158,8 +158,8 @@ class PlannedForward(UnderPlan):
         """Install the forwards of modules that the step calls in place of the model."""
         for module in self._modules:
             module.replaced.put(module)
-        parameter = next(iter(trainable(self.model)), None)
-        if parameter is not None and not is_lazy(parameter):
+        parameters = trainable(self.model)
+        if parameters and not is_lazy(parameter := parameters[len(parameters) // 2]):  # at the ends some are shared
             self._first_gradient = parameter.register_hook(_FirstGradient(self))
 
     def take_out(self) -> None:
@@ -342,6 +342,8 @@ class PlannedForward(UnderPlan):
         if key in self._graphs and less_open is None:
             return self._graphs[key]
         if key not in self._graphs:
+            if len(self._graphs) >= MANY_SURROUNDINGS * len(self.forwards.planned):
+                self._start_over()
             self._find_weights()
             self._compare_model()
             self._settle()
@@ -350,6 +352,19 @@ class PlannedForward(UnderPlan):
         numbers = self._early.carries_numbers and (less_open is None or less_open.opens_sizes)
         self._graphs[key] = self._traced(execute_call=self._execute_call, fits=fits, opens_numbers=numbers)
         return self._graphs[key]
+
+    def _start_over(self) -> None:
+        """Let go of all traces, since what is around the forwards changes all the time."""
+        self._graphs.clear()
+        self._fitting.clear()
+        self.calls.let_go()
+        self._warn(
+            "surroundings",
+            "what is around this model's forwards (kernels of attention that are on, methods of its classes, hooks on "
+            f"all modules) has changed in more than {MANY_SURROUNDINGS} ways, and each is traced by itself, which "
+            "takes seconds. Set it once, before training.",
+            frames=8,
+        )
 
     def _unplanned(self, args: Any, kwargs: Any) -> Any:
         """Run the forward of a model in evaluation mode; warn if it is trained all the same."""
@@ -379,7 +394,7 @@ class PlannedForward(UnderPlan):
         if "eval" in self._warned:
             return
         called = ", ".join(dict.fromkeys(forward.module or "the model itself" for forward in self.forwards.planned))
-        self._not_as_planned(
+        self._warn(
             "modules",
             "a backward reaches the parameters of this model, and no forward has run under the plan, which is for "
             f"calls of {called}: modules that are called by themselves run without it, and the budget of "
@@ -489,7 +504,10 @@ class PlannedForward(UnderPlan):
         if unsettled is not None:
             return self._run_completed(unsettled, graphs, args, kwargs)
         if self._mismatch is not None:
-            graphs.forget(functions=[getattr(type(module), "forward", None) for module in self.model.modules()])
+            graphs.forget()  # hooks of modules are not guarded: the trace would be taken again without them
+            self._fitting.clear()
+            self.calls.let_go()
+            try_again(None, (getattr(type(module), "forward", None) for module in self.model.modules()))
             raise self._mismatch
         if not self._is_early:
             self._compare_calls(graphs.count)

@@ -8,7 +8,7 @@ kernels of attention are on. So a graph is kept for the surroundings that it was
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 from torch import nn
@@ -20,45 +20,45 @@ _Values = tuple[tuple[bool, ...], tuple[int, ...], tuple[Any, ...]]
 
 
 class Surroundings:
-    """The surroundings of the forwards of a model.
-
-    first  as the first forward was traced; None before
-    """
+    """The surroundings of the forwards of a model."""
 
     def __init__(self, model: nn.Module):
         self._model = model  # perhaps a copy that is not whole yet
-        self.first: _Values | None = None
+        self._seen: dict[Hashable, _Values] = {}  # the first one's first; methods are kept, so that an id stays its own
 
     @functools.cached_property
     def _methods(self) -> list[tuple[type, str]]:
         kinds = dict.fromkeys(map(type, self._model.modules()))
-        return [(kind, name) for kind in kinds for name in dict.fromkeys(_methods(kind))]
+        return list(dict.fromkeys(found for kind in kinds for found in _methods(kind)))
 
-    def now(self) -> _Values:
+    def now(self) -> Hashable:
         """Return the present surroundings; equal where a trace still holds."""
-        values = kernel_settings(), hooks_on_all_modules(), tuple(getattr(*method, None) for method in self._methods)
-        self.first = self.first or values
-        return values
+        values = kernel_settings(), hooks_on_all_modules(), tuple(vars(of).get(name) for of, name in self._methods)
+        key = *values[:2], tuple(map(id, values[2]))
+        self._seen.setdefault(key, values)
+        return key
 
     def changes(self) -> list[str]:
         """List in words the changes since the first forward, but for hooks (see `circumstances.differences`)."""
-        now, first = self.now(), self.first
-        if first is None or now == first:
-            return []
-        (kernels, _, methods), (kernels_first, _, methods_first) = now, first
+        (kernels_first, _, first), (kernels, _, methods) = next(iter(self._seen.values())), self._seen[self.now()]
         said = ["other kernels of attention, cuDNN or oneDNN are on than in the first forward"]
-        pairs = zip(self._methods, methods, methods_first, strict=True)
-        replaced = [f"{kind.__name__}.{name}" for (kind, name), one, other in pairs if one != other]
+        pairs = zip(self._methods, methods, first, strict=True)
+        replaced = [f"{of.__name__}.{name}" for (of, name), one, other in pairs if one is not other]
         return said[kernels == kernels_first :] + [
             f"{name} was replaced since the first forward" for name in replaced[:3]
         ]
 
 
-def _methods(kind: type) -> Iterator[str]:
-    """Yield the names of the methods and properties of a class of modules, less those that every module has."""
+def _methods(kind: type) -> Iterator[tuple[type, str]]:
+    """Yield where a class of modules and its bases have methods and properties, less those that every module has.
+
+    One of a base may be replaced on the class too.
+    """
     for base in kind.__mro__:
-        if base not in (nn.Module, object):
-            for name, value in vars(base).items():
-                if name == "__call__" or (not name.startswith("__") and (callable(value) or hasattr(value, "__get__"))):
-                    yield name
-    yield "forward"
+        if base in (nn.Module, object):
+            continue
+        for name, value in vars(base).items():
+            if name == "__call__" or (not name.startswith("__") and (callable(value) or hasattr(value, "__get__"))):
+                yield base, name
+                yield kind, name
+    yield kind, "forward"

@@ -71,6 +71,10 @@ class RewrittenCalls:
         """Bring these weights to the device for the nodes that use them; call this before any graph call."""
         self._options = dataclasses.replace(self._options, weights=weights)
 
+    def let_go(self) -> None:
+        """Let go of rewritten graphs."""
+        self._rewritten.clear()
+
     def __call__(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         weights = self._options.weights
         if self.offloader is None and weights is None and call not in self._calls:

@@ -22,13 +22,16 @@ def unlike_planned(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str]]:
     groups = sharded_groups(model) if loop.shard is not None else []
     told = f"the peak may exceed the planned {gib(peak)} by as much, and with it the budget of {gib(budget)}"
 
-    whole = sum(each.elements * each.computed.itemsize for each in groups if each.stays and not each.is_root)
+    is_apart = sum(each.is_root for each in groups) > 1  # layers are sharded, and what is around them is not
+    stay = [each for each in groups if (is_apart if each.is_root else each.stays)]
+    whole = sum(each.elements * each.computed.itemsize for each in stay)
     more = whole if loop.shard == "zero3" else whole // loop.ranks
     if more and peak + more > budget:
         yield (
             "gathered",
-            f"{gib(whole)} of parameters stay gathered after forward (`reshard_after_forward=False`), and the plan "
-            f"counts {gib(more)} less: {told}. Leave `reshard_after_forward` as it is, and plan with zero3.",
+            f"{gib(whole)} of parameters stay gathered after forward, and the plan counts {gib(more)} less: {told}. "
+            "Plan with zero3, shard the whole model after its layers (`fully_shard(model)`), and leave "
+            "`reshard_after_forward` as it is.",
         )
     whole = sum(each.elements * each.stored.itemsize for each in groups if not each.reduces)
     more = whole - whole // loop.ranks
