@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
-from remat.execution.modules.shards import unlike_planned
+from remat.execution.modules.shards import shards_unlike_planned
 from remat.workload.optimizers import MasterWeights
 from tests.toys import TRANSFORMER, Transformer, plan_by_hand, recorded
 
@@ -74,15 +74,15 @@ def waits(model: FSDPModule) -> None:
 )
 def test_what_fully_shard_does_otherwise_is_told(model: Callable[[], nn.Module], told: list[str]) -> None:
     of_bf16 = planned("zero3", parameter_dtypes=("bfloat16",)) if "policy" in told else planned("zero3")
-    assert [name for name, _ in unlike_planned(of_bf16, model())] == told
+    assert [name for name, _ in shards_unlike_planned(of_bf16, model())] == told
     roomy = dataclasses.replace(of_bf16, budget_bytes=1 << 40)
-    assert not list(unlike_planned(roomy, model()))
-    assert not list(unlike_planned(planned(None), model()))
+    assert not list(shards_unlike_planned(roomy, model()))
+    assert not list(shards_unlike_planned(planned(None), model()))
 
 
 def test_a_plan_with_fp32_copies_holds_for_shards_in_fp32() -> None:
     plan = planned("zero3", parameter_dtypes=("bfloat16",), optimizer=MasterWeights.__name__)
-    assert not list(unlike_planned(plan, sharded(mp_policy=BF16)))
+    assert not list(shards_unlike_planned(plan, sharded(mp_policy=BF16)))
 
 
 def test_buckets_that_no_plan_counts_are_told() -> None:

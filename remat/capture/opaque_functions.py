@@ -6,8 +6,8 @@ forward that is one graph can be tried with its sizes left open. Such a Function
 node of its own: eager mode's kernels in eager mode's order, which a region recomputes whole or leaves alone.
 
 So are Functions that Dynamo traces to other numbers: those that see which gradients there are
-(`ctx.set_materialize_grads(False)`), and those whose backward changes something but its `ctx`. One whose forward does
-is refused: a recomputation would change it again.
+(`ctx.set_materialize_grads(False)`), and those that change something beside their `ctx`. One whose forward counts is
+refused: a recomputation would count again.
 
 Planning finds them behind the loss, where a traced one is another class. The plan names them, since a graph is the
 planned one only if the same are left whole. Dynamo's own list of such classes is for the life of the process: a class

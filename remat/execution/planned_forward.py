@@ -358,6 +358,7 @@ class PlannedForward(UnderPlan):
         self._graphs.clear()
         self._fitting.clear()
         self.calls.let_go()
+        self._surroundings.forget()
         self._warn(
             "surroundings",
             "what is around this model's forwards (kernels of attention that are on, methods of its classes, hooks on "

@@ -38,6 +38,12 @@ class Surroundings:
         self._seen.setdefault(key, values)
         return key
 
+    def forget(self) -> None:
+        """Forget what was seen, but for the surroundings of the first forward and the present ones."""
+        first = next(iter(self._seen))
+        self._seen = {first: self._seen[first]}
+        self.now()
+
     def changes(self) -> list[str]:
         """List in words the changes since the first forward, but for hooks (see `circumstances.differences`)."""
         (kernels_first, _, first), (kernels, _, methods) = next(iter(self._seen.values())), self._seen[self.now()]

@@ -33,7 +33,7 @@ from remat.errors import PlanMismatch, UsageError
 from remat.evaluation.plan import RegionRef
 from remat.execution.eager.rewrite import Counts, RegionWatch
 from remat.execution.kernel_settings import KernelSettings
-from remat.execution.modules.shards import unlike_planned
+from remat.execution.modules.shards import shards_unlike_planned
 from remat.execution.planned_forward import PlannedForward, checkpoints_itself, dtypes_of
 from remat.execution.random_states import Source, set_state, state_of
 from remat.execution.recomputed import Recomputed
@@ -42,7 +42,7 @@ from remat.workload.held_outputs import LastOutputs
 _STATISTICS, _COUNTER = ("running_mean", "running_var"), "num_batches_tracked"
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
-LOOKS = 16  # at how shards are kept: of the first forwards
+SHARD_LOOKS = 16  # at how shards are kept: of the first forwards
 
 
 @dataclasses.dataclass
@@ -327,7 +327,7 @@ class PlannedModules(PlannedForward):
         self._compare_batch(args, kwargs)
         self._compare_loop()
         self._compare_masks(args, kwargs)
-        for name, text in unlike_planned(self.plan, self.model) if next(self._looks) < LOOKS else ():
+        for name, text in shards_unlike_planned(self.plan, self.model) if next(self._looks) < SHARD_LOOKS else ():
             self._not_as_planned(name, text, frames=5)
         self.calls.entered.clear()
         self.calls.watch = self.region_watch

@@ -16,7 +16,7 @@ from remat.workload.training_loop import TrainingLoop
 _STATES = 4  # of a parameter: itself, its gradient, two of Adam
 
 
-def unlike_planned(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str]]:
+def shards_unlike_planned(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield what differs, by name and in words, and may take the peak of a sharded plan above its budget."""
     loop, peak, budget = TrainingLoop.of(plan.about), plan.predicted["peak_bytes"], plan.budget_bytes
     groups = sharded_groups(model) if loop.shard is not None else []
