@@ -133,7 +133,7 @@ def trained(model: nn.Module, samples: int) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.filterwarnings("ignore:.*samples.*", "ignore:.*batch.*")
+@pytest.mark.filterwarnings("ignore:.*samples.*", "ignore:.*batch.*", "ignore:a forward without gradients")
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.2])
 def test_gradients_are_bitwise_however_late_copies_are_and_however_few_slices_there_are(share: float) -> None:
     plain, planned, made = between_slices("language", LateCopies())
@@ -146,6 +146,7 @@ def test_gradients_are_bitwise_however_late_copies_are_and_however_few_slices_th
     assert offloader is not None and offloader.counts.out == offloader.counts.back == 2 * len(made.offloads) > 0
 
 
+@pytest.mark.filterwarnings("ignore:a forward without gradients")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_executor_that_forgets_to_wait_is_caught(fault: Fault) -> None:
     plain, planned, _ = between_slices("language", LateCopies(fault))
