@@ -510,6 +510,7 @@ def test_more_parameters_to_train_than_planned_are_told_of() -> None:
     for on_larger in ways:
         model = apply(built(workload), plan, on_larger=on_larger)
         backward(model)
+        model.zero_grad()
         model.requires_grad_(True)
         if on_larger == "refuse":
             with pytest.raises(PlanMismatch, match=r"parameters require gradients, .* did when the plan was made"):
