@@ -72,6 +72,23 @@ def test_gradients_are_whole_until_their_layers_backward_ends_and_shares_after()
     assert parts.max() >= largest
 
 
+def test_the_buffer_that_gradients_are_scattered_from_stays_until_the_next_layers_are() -> None:
+    graph = of("zero2")
+    storages, shares = graph.storages, graph.parameter_gradients
+    layers = [unit for unit in units(graph) if unit is not None]
+    whole = {sum(p.gradient_bytes for p in graph.parameters if block_of(p.name) == unit) for unit in layers}
+    scattered = sorted(
+        int(storages.birth[u]) for u in shares if int(storages.size_bytes[u]) in {share(w, RANKS) for w in whole}
+    )
+    buffers = [
+        (int(birth), int(death))
+        for size, birth, death in zip(storages.size_bytes, storages.birth, storages.death, strict=True)
+        if size in whole and birth - 1 in scattered
+    ]
+    assert len(buffers) == len(layers)
+    assert [death for _, death in sorted(buffers)][:-1] == scattered[1:]
+
+
 def units(graph: Graph) -> set[str | None]:
     return {block_of(p.name) for p in graph.parameters}
 
