@@ -101,10 +101,8 @@ def loading_modules(load: Callable[..., Any]) -> Iterator[None]:
     Modules of templates (FlexAttention's) are loaded as they are, while a graph is lowered: each is a kernel alone.
     """
     purpose = "predict what Inductor allocates"
-    cache, virtual = (
-        internal("_inductor.codecache.PyCodeCache", purpose),
-        internal("_inductor.virtualized.V", purpose),
-    )
+    cache = internal("_inductor.codecache.PyCodeCache", purpose)
+    virtual = internal("_inductor.virtualized.V", purpose)
     as_is = cache.load_by_key_path
 
     def load_generated(*given: Any, **named: Any) -> Any:

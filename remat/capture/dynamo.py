@@ -70,8 +70,6 @@ _ISOLATION_OPTIONS: dict[str, Any] = (
 # Methods of loggers; transformers adds some that log once.
 _LOGS = ("debug", "info", "warning", "error", "info_once", "warning_once", "warning_advice")
 _VIEWS = {"expand", "expand_as", "permute", "reshape", "squeeze", "transpose", "unsqueeze", "view"}
-
-
 _OF_OPEN_FLOATS = ("Guard failed on the same frame", "lift_tracked_freevar_to_input should not be called")
 
 

@@ -356,8 +356,7 @@ class PlannedForward(UnderPlan):
     def _start_over(self) -> None:
         """Let go of all traces, since what is around the forwards changes all the time."""
         self._graphs.clear()
-        self._fitting.clear()
-        self.calls.let_go()
+        self._forget_fitting()
         self._surroundings.forget()
         self._warn(
             "surroundings",
@@ -366,6 +365,11 @@ class PlannedForward(UnderPlan):
             "takes seconds. Set it once, before training.",
             frames=8,
         )
+
+    def _forget_fitting(self) -> None:
+        """Let go of the graphs that fit, rewritten ones too; those that still run are judged again."""
+        self._fitting.clear()
+        self.calls.let_go()
 
     def _unplanned(self, args: Any, kwargs: Any) -> Any:
         """Run the forward of a model in evaluation mode; warn if it is trained all the same."""
@@ -506,8 +510,7 @@ class PlannedForward(UnderPlan):
             return self._run_completed(unsettled, graphs, args, kwargs)
         if self._mismatch is not None:
             graphs.forget()  # hooks of modules are not guarded: the trace would be taken again without them
-            self._fitting.clear()
-            self.calls.let_go()
+            self._forget_fitting()
             try_again(None, (getattr(type(module), "forward", None) for module in self.model.modules()))
             raise self._mismatch
         if not self._is_early:
