@@ -66,6 +66,11 @@ def gib(count: int) -> str:
     return f"{count} B"
 
 
+def gib_above(count: int, limit: int) -> str:
+    """Format bytes above a limit, with their excess where the two look the same."""
+    return gib(count) if gib(count) != gib(limit) else f"{gib(count)}, {gib(count - limit)} more"
+
+
 def first_few(said: Iterable[str], most: int = 3, between: str = ", ") -> str:
     """List the first few items, and how many more there are."""
     said = [*said]

@@ -456,6 +456,28 @@ def test_a_look_between_a_forward_and_its_backward_is_told_where_the_plan_does_n
         model.zero_grad()
 
 
+def test_own_hooks_on_saved_tensors_are_told_whatever_the_step_and_those_of_torch_are_not(
+    plans: dict[str, Plan],
+) -> None:
+    model = apply(built(TRANSFORMER), plans["transformer"])
+
+    def train(around: Any) -> None:
+        with around:
+            loss = loss_of(TRANSFORMER, model, batch_of(TRANSFORMER))
+        loss.backward()
+
+    train(torch.autograd.graph.save_on_cpu())
+
+    def to_bfloat16(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.bfloat16() if tensor.dtype == torch.float32 else tensor
+
+    def to_float32(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+
+    with pytest.warns(UserWarning, match=r"hooks on saved tensors \(`.*to_bfloat16`\) are on around this forward"):
+        train(torch.autograd.graph.saved_tensors_hooks(to_bfloat16, to_float32))
+
+
 def test_two_backwards_through_one_forward_are_told_where_they_may_break_the_budget(plans: dict[str, Plan]) -> None:
     def train(budget_bytes: int) -> None:
         model = apply(built(TRANSFORMER), dataclasses.replace(plans["transformer"], budget_bytes=budget_bytes))

@@ -843,7 +843,7 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "_C._current_autograd_node": ("tell whose backward an operator is", recording.autograd_node),
     "_C._autograd._top_saved_tensors_default_hooks": (
-        "see whether a checkpoint is around a graph",
+        "see which hooks take saved tensors",
         training.saved_tensors_are_hooked,
     ),
     "_C._autograd._get_sequence_nr": ("tell whose backward an operator is", recording.next_sequence_number),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from remat.errors import UsageError
-from remat.units import GIB, KIB, MIB, gib, ms, parse_bytes
+from remat.units import GIB, KIB, MIB, gib, gib_above, ms, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -76,3 +76,8 @@ def test_bytes_read_in_the_largest_unit_that_shows_them(count: int, text: str) -
 )
 def test_times_read_in_milliseconds_until_they_are_long(time_us: float, text: str) -> None:
     assert ms(time_us) == text
+
+
+def test_bytes_that_look_like_their_limit_are_given_with_the_excess() -> None:
+    assert gib_above(3 * GIB, 2 * GIB) == "3.00 GiB"
+    assert gib_above(2 * GIB + 300, 2 * GIB) == "2.00 GiB, 300 B more"

@@ -54,8 +54,21 @@ def hooks_on_all_modules() -> tuple[int, ...]:
 
 def saved_tensors_are_hooked() -> bool:
     """Return whether autograd passes saved tensors to hooks, as within `torch.utils.checkpoint`."""
-    top = internal("_C._autograd._top_saved_tensors_default_hooks", "see whether a checkpoint is around a graph")
-    return top(False) is not None
+    return _saved_tensor_hooks() is not None
+
+
+def own_saved_tensor_hook() -> str | None:
+    """Name the function of a user that packs saved tensors; None without one. Those of torch keep all values."""
+    packs = (_saved_tensor_hooks() or (None,))[0]
+    home = getattr(packs, "__module__", None) or ""
+    is_known = packs is None or home.partition(".")[0] in ("torch", "remat")
+    return None if is_known else getattr(packs, "__qualname__", type(packs).__name__)
+
+
+def _saved_tensor_hooks() -> tuple[Any, Any] | None:
+    top = internal("_C._autograd._top_saved_tensors_default_hooks", "see which hooks take saved tensors")
+    found: tuple[Any, Any] | None = top(False)
+    return found
 
 
 class LeanMode(UnseenMode):

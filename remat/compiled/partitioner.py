@@ -46,7 +46,7 @@ from remat.compiled.peak import Halves, halves
 from remat.compiled.program import Choice, CompiledBytes, Solved, judged, solve
 from remat.costing.planning_device import find_planning_device
 from remat.errors import Infeasible, NoPlanInTime
-from remat.units import gib, ms
+from remat.units import gib, gib_above, ms
 
 log = logging.getLogger(__name__)
 RATIOS = tuple(tenth / 10 for tenth in range(10))
@@ -207,7 +207,7 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         least = max(least, self.outside.while_stepping)
         return NoPlanInTime(
             f"no plan was found that keeps the compiled step within {gib(self.budget_bytes)}, and nothing proves that "
-            f"there is none: the least peak that was seen is {_above(least, self.budget_bytes)}. {self._fixed}"
+            f"there is none: the least peak that was seen is {gib_above(least, self.budget_bytes)}. {self._fixed}"
             f"{self._earlier}. Raise the budget, or reduce the batch.",
             least,
         )
@@ -568,12 +568,6 @@ def _tell(text: str) -> None:
         log.info("%s", text)
     elif log.isEnabledFor(logging.WARNING) and os.environ.get("RANK", "0") == "0":
         print(f"remat: {text}", file=sys.stderr, flush=True)
-
-
-def _above(peak_bytes: int, budget_bytes: int) -> str:
-    """Format a peak above a budget, with its excess where the two look the same."""
-    is_seen = gib(peak_bytes) != gib(budget_bytes)
-    return gib(peak_bytes) if is_seen else f"{gib(peak_bytes)}, {gib(peak_bytes - budget_bytes)} more"
 
 
 def _disorder(joint: Joint, lowered: Halves) -> int:

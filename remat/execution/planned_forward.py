@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from remat._torch.dynamo import ddp_around, frames_traced, try_again
-from remat._torch.training import function_modes
+from remat._torch.training import function_modes, own_saved_tensor_hook
 from remat.capture.attention_masks import PADDED_BATCH, Masks, takes_mask
 from remat.capture.circumstances import differences, given_to, hooked, state_of, versions, without_shapes
 from remat.capture.dynamo import (
@@ -758,6 +758,13 @@ class PlannedForward(UnderPlan):
     def _compare_loop(self) -> None:
         """Warn if the last step left something behind that the planned loop does not keep."""
         loop = TrainingLoop.of(self.plan.about)
+        if (packs := own_saved_tensor_hook()) is not None:
+            self._warn(
+                "hooks",
+                f"hooks on saved tensors (`{packs}`) are on around this forward. Under the plan they are given other "
+                "tensors than without it, so where they change values, gradients differ from those without the plan.",
+                frames=6,
+            )
         if self._now.repeats:
             self._not_as_planned("forwards", self.forwards.too_many(self.plan))
         if not self._now.begins:

@@ -14,7 +14,7 @@ from remat.evaluation.plan import outside_graphs
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
 from remat.solvers.least_peak import LeastPeak
-from remat.units import gib
+from remat.units import gib, gib_above
 
 ENDED_EARLY_SHARE = 0.4  # of the time: a solver that took less ended by itself, since it gets at least half of it
 
@@ -81,7 +81,7 @@ def _outside(graph: Graph) -> str:
 def _least(least: LeastPeak, budget_bytes: int) -> str:
     """Describe the least peak, or its known range if it is not proved."""
     if gib(least.bound_bytes) == gib(least.peak_bytes):
-        return f" {gib(least.peak_bytes)}"
+        return f" {gib_above(least.peak_bytes, budget_bytes)}"
     proved = f"no plan stays below {gib(least.bound_bytes)}, and " if least.bound_bytes > budget_bytes else ""
     return f", which is not known exactly: {proved}the best plan that was found needs {gib(least.peak_bytes)}"
 
