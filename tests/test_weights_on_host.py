@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import pickle
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -312,11 +314,39 @@ def test_who_reads_a_weight_outside_of_a_step_gets_no_number_and_who_writes_an_e
     for _ in range(2):
         weight = model.layers[0].up.weight
         assert weight.isnan().all() and weight.shape == (64, 16)
-        copied: Any = copy.deepcopy(model)
-        assert copied.layers[0].up.weight.isnan().all()
         with pytest.raises(RuntimeError):
             weight.data.add_(1)
         gradients(model)
+
+
+@pytest.mark.parametrize("made", [copy.deepcopy, pickle.dumps])
+def test_no_copy_of_a_model_has_weights_that_are_no_numbers(made: Callable[[Any], Any]) -> None:
+    with pytest.raises(UsageError, match=r"neither copied nor pickled: save its `state_dict\(\)`"):
+        made(on_host(frozen(), plan_for(FROZEN)))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            lambda model: setattr(model.layers[1].up.weight, "data", torch.ones(64, 16)),
+            r"layers\.1\.up\.weight was .*data",
+        ),
+        (lambda model: model.bfloat16(), r"weight was changed while it is on the host, by .* a conversion"),
+        (lambda model: model.requires_grad_(True), r"weight was changed while it is on the host, by `requires_grad_"),
+    ],
+    ids=["data", "converted", "unfrozen"],
+)
+def test_a_weight_that_is_changed_on_the_host_is_told_in_the_next_step(
+    change: Callable[[Any], Any], match: str
+) -> None:
+    model: Any = on_host(frozen(), plan_for(FROZEN))
+    gradients(model)
+    change(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of more parameters that require gradients
+        with pytest.raises(UsageError, match=match):
+            gradients(model)
 
 
 @pytest.mark.any_device

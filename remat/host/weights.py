@@ -10,7 +10,8 @@ Rule 3  A computation with a layer's weights announces itself (`use`): a node in
         weights are on their way meanwhile. A wrong guess costs time, nothing else.
 Rule 4  What is moved never changes, so nothing is copied back.
 Rule 5  Outside of a planned step a weight is NaN in every element: a reader gets no wrong number, and
-        who writes to it an error. A layer that is called then brings its own, for a forward without a backward.
+        who writes to it an error, at once or when it is used next. A layer that is called then brings its own, for a
+        forward without a backward.
 """
 
 from __future__ import annotations
@@ -177,6 +178,7 @@ class _LayerWeights:
         self._arriving: list[Copy] | None = None
         self._hooks: list[Any] = []
         self._memory: list[Tensor] = []
+        self._is_shown = True
         self.is_here = False
         for weight, offset in zip(layer.weights, self._offsets, strict=False):
             memory = weight.detach()
@@ -225,12 +227,29 @@ class _LayerWeights:
     # What the parameters are (Rule 5)
 
     def show(self) -> None:
-        """Let the parameters refer to that memory."""
+        """Let the parameters refer to that memory. Raises UsageError where a user gave them another since."""
+        if not self._is_shown:
+            self._require_hidden()
         self._set(self._memory)
+        self._is_shown = True
 
     def hide(self) -> None:
         """Fill the parameters with NaN that cannot be written to."""
         self._set(_no_number(memory.dtype, memory.device).expand(memory.shape) for memory in self._memory)
+        self._is_shown = False
+
+    def _require_hidden(self) -> None:
+        for weight, memory in zip(self.layer.weights, self._memory, strict=True):
+            is_hidden = weight.dtype == memory.dtype and weight.untyped_storage().nbytes() == memory.element_size()
+            if is_hidden and not weight.requires_grad:
+                continue
+            names = {id(p): name for name, p in self.layer.module.named_parameters()}
+            by = "`weight.data = ...`, or by a conversion of the model (`.to`, `.bfloat16()`)"
+            raise UsageError(
+                f"{self.layer.path}.{names.get(id(weight), 'a weight')} was changed while it is on the host, by "
+                f"{'`requires_grad_()`' if is_hidden else by}: take the plan out and bring the weights back first "
+                "(`remat.bring_weights_back(remat.remove(model))`)."
+            )
 
     def _set(self, tensors: Iterable[Tensor]) -> None:
         with unseen():
@@ -241,14 +260,9 @@ class _LayerWeights:
         """Let `state_dict` return the host's copies."""
         places = {id(weight): place for weight, place in zip(self.layer.weights, self._places(), strict=True)}
 
-        def hold(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-            for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
-                if (place := places.get(id(weight))) is not None and f"{prefix}{name}" in state:
-                    state[f"{prefix}{name}"] = place
-
         for module in self.layer.module.modules():
             if any(id(parameter) in places for parameter in module.parameters(recurse=False)):
-                self._hooks.append(module.register_state_dict_post_hook(hold))
+                self._hooks.append(module.register_state_dict_post_hook(functools.partial(_hold, places)))
                 taken = set[str]()
                 self._hooks.append(module.register_load_state_dict_pre_hook(functools.partial(_load, places, taken)))
                 self._hooks.append(module.register_load_state_dict_post_hook(functools.partial(_miss_none, taken)))
@@ -273,6 +287,13 @@ class _LayerWeights:
         """Undo `install`."""
         while self._hooks:
             self._hooks.pop().remove()
+
+
+def _hold(places: dict[int, Tensor], module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Put the host's copies into a state."""
+    for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
+        if (place := places.get(id(weight))) is not None and f"{prefix}{name}" in state:
+            state[f"{prefix}{name}"] = place
 
 
 def _load(
@@ -350,6 +371,12 @@ class HostWeights:
         for moved in self._moved:
             moved.install()
         self._bring_when_called()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "a model with weights on the host can be neither copied nor pickled: save its `state_dict()`, which has "
+            "them, or copy the model before `remat.offload_weights`."
+        )
 
     @property
     def layers(self) -> list[Layer]:
