@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -453,6 +454,15 @@ def test_a_look_between_a_forward_and_its_backward_is_told_where_the_plan_does_n
         with torch.no_grad():
             model(batch_of(TRANSFORMER)[0])
         loss_of(TRANSFORMER, model, batch_of(TRANSFORMER)).backward()
+        model.zero_grad()
+
+
+def test_a_batch_without_rows_is_refused_and_the_next_one_trains(plans: dict[str, Plan]) -> None:
+    model = apply(built(TRANSFORMER), plans["transformer"])
+    for rows, refused in ((8, False), (0, True), (8, False)):
+        ids, labels = (each[:rows] for each in batch_of(TRANSFORMER))
+        with pytest.raises(PlanMismatch, match="this batch has no rows") if refused else contextlib.nullcontext():
+            model(ids, labels).backward()
         model.zero_grad()
 
 

@@ -102,14 +102,15 @@ OTHER_MODEL = 0.02  # of the planned peak: what makes that much more than planne
 UNPACKED_BATCH = (
     "each row of this batch holds one sequence, and the plan is for packed rows: attention takes an explicit mask, "
     "and none without the plan. This is correct and needs no more memory, but losses are not bitwise those without the "
-    "plan. For bitwise losses leave such batches out."
+    "plan. Where attention has dropout, other random numbers are drawn from this batch on. For bitwise losses leave "
+    "such batches out."
 )
 
 
 UNPADDED_BATCH = (
     "this batch has no padding, and the plan is for batches with padding: attention takes an explicit mask, which a "
     "model may leave out without the plan. This is correct and needs no more memory, but losses may not be bitwise "
-    "those without the plan."
+    "those without the plan. Where attention has dropout, other random numbers may be drawn from this batch on."
 )
 
 
@@ -657,6 +658,8 @@ class PlannedForward(UnderPlan):
             return grown
         if (masked := self._masked(graph_module)) is not None:
             return masked
+        if any(not leaf.numel() for leaf in tree_leaves(self._arguments) if isinstance(leaf, torch.Tensor)):
+            return "this batch has no rows, for which Dynamo traces another graph: leave it out"
         if checkpoints_itself(self.model):
             return "turn gradient_checkpointing off in this model, the plan decides what is recomputed, or plan with it"
         if new := [path for path in hooked(self.model) if path not in self.plan.about.get("hooked", ())]:
