@@ -169,7 +169,7 @@ def test_where_it_does_not_it_is_told_so_at_its_second_forward(micro_steps: int)
     text = str(caught.value)
     assert f"{gib(LOGITS)} of outputs of the last forward are still held" in text and "`[0]`" in text
     assert '`holds="outputs"`' in text and gib(plan.budget_bytes) in text
-    with pytest.warns(UserWarning, match="still held") as seen:
+    with pytest.warns(UserWarning, match="still held|held until the last backward had ended") as seen:
         over = peak_of_nanogpt(plan, micro_steps)
     assert len(seen) == 1 and seen[0].filename == __file__
     assert over > plan.budget_bytes + BATCH  # the promise that it would have broken in silence
@@ -349,11 +349,12 @@ def the_loss_is_held(model: Any) -> None:
         losses[-1].backward()
 
 
-def let_go_before_the_next(model: Any) -> None:
+def let_go_before_backward(model: Any) -> None:
     for seed in range(3):
         outputs = forward(model, seed)
-        loss_of(outputs).backward()
+        loss = loss_of(outputs)
         del outputs
+        loss.backward()
 
 
 def an_evaluation_in_between(model: Any) -> None:
@@ -368,9 +369,30 @@ def an_evaluation_in_between(model: Any) -> None:
 
 
 @pytest.mark.fast("the_loss_is_held", "an_evaluation_in_between")
-@pytest.mark.parametrize("trains", [nothing_held, the_loss_is_held, let_go_before_the_next, an_evaluation_in_between])
+@pytest.mark.parametrize("trains", [nothing_held, the_loss_is_held, let_go_before_backward, an_evaluation_in_between])
 def test_nobody_is_warned_who_holds_nothing_that_matters(trains: Callable[[Any], None]) -> None:
     trains(wrapped(lambda logits, loss: (logits, loss)))
+
+
+def test_outputs_that_a_function_holds_through_backward_are_told_with_the_peak_that_they_make() -> None:
+    model = wrapped(lambda logits, loss: (logits, loss))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(seed: int) -> None:
+        outputs = forward(model, seed)
+        outputs[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(0)
+    with pytest.warns(UserWarning, match="outputs were held until the last backward had ended") as seen:
+        train(1)
+    train(2)
+    there = Tracker().fix(list(model.parameters()), list(model.buffers()), dict(optimizer.state))
+    gc.collect()
+    over = there + measure_peak(lambda: train(3), CPU)
+    assert over == planned("loss").predicted["backward_peak_bytes"] + LOGITS > planned("loss").budget_bytes
+    assert f"the peak may reach {gib(over)}," in str(seen[0].message)
 
 
 def test_an_evaluation_between_two_steps_hides_nothing() -> None:
@@ -455,7 +477,7 @@ def test_plans_of_modules_look_too() -> None:
 
 
 def test_watching_keeps_nothing_alive() -> None:
-    model = apply(built(), planned("loss"))
+    model = apply(built(), dataclasses.replace(planned("loss"), budget_bytes=1 << 40))
     for _ in range(2):
         outputs = forward(model)
         logits = StorageWeakRef(outputs[0].untyped_storage())

@@ -216,6 +216,15 @@ def test_a_build_that_loads_a_checkpoint_warns_of_nothing(recwarn: pytest.Warnin
     assert [str(each.message) for each in recwarn] == []
 
 
+def test_a_step_with_a_distribution_is_planned_whether_dynamo_ran_before_or_not() -> None:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        of = torch.distributions.Categorical(logits=model(batch))
+        return -of.log_prob(torch.zeros(len(batch), device=batch.device)).mean() - of.entropy().mean()
+
+    torch.distributions.Distribution.set_default_validate_args(True)  # as in a new process
+    record(FakeStep(Workload("policy", mlp, rows, step, batch_size=4), device=CPU))
+
+
 def test_a_refused_step_leaves_gradients_on_and_names_what_to_return() -> None:
     beside = mlp()  # which trains, and is none of the model's
 
@@ -225,7 +234,7 @@ def test_a_refused_step_leaves_gradients_on_and_names_what_to_return() -> None:
         return nn.functional.mse_loss(model(batch), wanted)
 
     workload = Workload("beside", mlp, rows, step, batch_size=4)
-    with pytest.raises(CaptureError, match="return a module that trains from `build`"):
+    with pytest.raises(CaptureError, match=r"uses a tensor that is neither .* `module.requires_grad_\(False\)`"):
         remat.plan(workload.with_planned_step(), budget="90%step", target="cpu")
     assert torch.is_grad_enabled()
 

@@ -829,7 +829,7 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     "nn.modules.module": ("see hooks on all modules", training.hooks_on_all_modules),
     "utils._python_dispatch._disable_current_modes": ("copy buffers unseen", training.without_modes),
     "autograd.Variable._execution_engine": (
-        "hide weights again after a backward",
+        "see the end of a backward",
         lambda: training.when_backward_ends(print),
     ),
     "utils.checkpoint._allowed_determinism_checks_to_fns": (

@@ -116,7 +116,7 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
 
 def when_backward_ends(function: Callable[[], None]) -> None:
     """Call `function` when the present backward in this thread, in which this is called, has ended."""
-    internal("autograd.Variable._execution_engine", "hide weights again after a backward").queue_callback(function)
+    internal("autograd.Variable._execution_engine", "see the end of a backward").queue_callback(function)
 
 
 def keeps_graph() -> bool:

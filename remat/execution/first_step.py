@@ -181,7 +181,7 @@ class FirstStep:
         if needed_bytes is None:  # a plan from before this was known
             return self._form == CAPTURED_FORM
         there = [*self._model.parameters(), *self._model.buffers()]
-        there += [p.grad for p in self._model.parameters() if p.grad is not None]
+        there += [p.grad for p in self._model.parameters() if p.is_leaf and p.grad is not None]
         planned = self._plan.predicted.get("breakdown", {})
         state_bytes = sum(tensor.nbytes for tensor in there)
         state_bytes += planned.get(OPTIMIZER_STATE, 0) + 2 * planned.get("batch", 0)

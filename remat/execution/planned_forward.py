@@ -209,6 +209,7 @@ class PlannedForward(UnderPlan):
 
     def _count_forwards(self) -> None:
         self.forwards, self._at = StepForwards(self.plan), self._root
+        self.forwards.counted.notify(weakref.WeakMethod(self._note_kept))
         self._now = CurrentForward(
             0, self.forwards.planned[0], begins=True, repeats=False
         )  # the forward that is running
@@ -509,13 +510,13 @@ class PlannedForward(UnderPlan):
             gc.collect()  # Dynamo leaves cycles behind, which hold activations
         if unsettled is not None:
             return self._run_completed(unsettled, graphs, args, kwargs)
+        if self._mismatch is None and not self._is_early:
+            self._mismatch = self._calls_mismatch(graphs.count)
         if self._mismatch is not None:
             graphs.forget()  # hooks of modules are not guarded: the trace would be taken again without them
             self._forget_fitting()
             try_again(None, (getattr(type(module), "forward", None) for module in self.model.modules()))
             raise self._mismatch
-        if not self._is_early:
-            self._compare_calls(graphs.count)
         if len(self._fitting) > known:
             self._compare_parameters(self.model)
             self._compare_trainable()
@@ -698,18 +699,19 @@ class PlannedForward(UnderPlan):
             )
         return None
 
-    def _compare_calls(self, count: int) -> None:
-        if count != (planned := self._now.forward.calls):
-            raise PlanMismatch(
-                f"the plan is for a model of {planned} graph calls, this forward made {count}; "
-                + (
-                    "make a plan for this model."
-                    if count
-                    else "it ran where nothing is captured: under a torch.func transform or a dispatch mode "
-                    "(FlopCounterMode is one), or with Dynamo disabled. Run that without the plan, on "
-                    "`remat.remove(copy.deepcopy(model))` for example."
-                )
+    def _calls_mismatch(self, count: int) -> PlanMismatch | None:
+        if count == (planned := self._now.forward.calls):
+            return None
+        return PlanMismatch(
+            f"the plan is for a model of {planned} graph calls, this forward made {count}; "
+            + (
+                "make a plan for this model."
+                if count
+                else "it ran where nothing is captured: under a torch.func transform or a dispatch mode "
+                "(FlopCounterMode is one), or with Dynamo disabled. Run that without the plan, on "
+                "`remat.remove(copy.deepcopy(model))` for example."
             )
+        )
 
     def _compare_parameters(self, model: nn.Module) -> None:
         found, planned = dtypes_of(model), self.plan.about["parameter_dtypes"]
@@ -772,7 +774,7 @@ class PlannedForward(UnderPlan):
             self._not_as_planned("forwards", self.forwards.too_many(self.plan))
         if not self._now.begins:
             return
-        if said := self.second_step.begins():
+        if said := self.second_step.begins(holds_outputs="held" in self._warned):
             self._warn("peak", said, 6)
         parameters = trainable(self.model)
         if PASSES not in self.plan.about:  # of which the second and later ones have gradients
@@ -887,20 +889,30 @@ class PlannedForward(UnderPlan):
         if text := unlike_planned(self.plan, parameters):
             self._not_as_planned("optimizer", text, frames=8)
 
+    def _note_kept(self) -> None:
+        """Note the outputs that the loop holds as a backward has ended, and that no plan counts there."""
+        if "held" not in self._warned and not TrainingLoop.of(self.plan.about).holds_outputs:
+            self._last_outputs.backward_ends(self.model)
+
     def _compare_held(self, declared: bool) -> None:
-        sizes = self._last_outputs.alive(self.model, but_last=declared)
-        held_bytes, peak = sum(sizes.values()), self.plan.predicted["peak_bytes"]
+        peak, through = self.plan.predicted["peak_bytes"], self._last_outputs.kept_through_backward()
+        if sizes := self._last_outputs.alive(self.model, but_last=declared):
+            which = "forwards before the last" if declared else "the last forward"
+            said = f"outputs of {which} are still held as the next begins"
+        else:
+            sizes, said = through, "outputs were held until the last backward had ended"
+            peak = self.plan.predicted.get("backward_peak_bytes", peak)
+        held_bytes = sum(sizes.values())
         if held_bytes < SMALL_CHANGE * peak or peak + held_bytes <= self.plan.budget_bytes:
             return
         largest = sorted(sizes, key=lambda name: -sizes[name])
         named = ", ".join(f"`{name}` {gib(sizes[name])}" for name in largest[:3]) + (", ..." if largest[3:] else "")
-        which = "forwards before the last" if declared else "the last forward"
         remedy = "" if declared else ', or make a plan for a loop that holds them (`holds="outputs"`)'
         self._not_as_planned(
             "held",
-            f"{gib(held_bytes)} of outputs of {which} are still held as the next begins ({named}): the peak may exceed "
-            f"the planned {gib(peak)} by as much, and with it the budget of {gib(self.plan.budget_bytes)}. "
-            f"Let go of them before the next forward (`del` the names that hold them){remedy}.",
+            f"{gib(held_bytes)} of {said} ({named}): the peak may reach {gib(peak + held_bytes)}, and exceed the "
+            f"budget of {gib(self.plan.budget_bytes)}. Let go of them before backward (`del` the names that hold "
+            f"them){remedy}.",
             frames=7,
         )
         self._last_outputs.forget()

@@ -84,8 +84,11 @@ class SecondStep:
         """Note that a forward runs without the plan."""
         self._there = None
 
-    def begins(self) -> str:
-        """Note that another step begins; return a warning about the one before, usually empty."""
+    def begins(self, *, holds_outputs: bool = False) -> str:
+        """Note that another step begins; return a warning about the one before, usually empty.
+
+        holds_outputs  whether the loop is known to hold outputs that the plan does not count
+        """
         step, micro_batch = divmod(next(self._forwards), self._accumulation)
         if not self._is_on or micro_batch or not step:
             return ""
@@ -100,10 +103,10 @@ class SecondStep:
         else:
             self._is_on = False
             if (peak := counter.peak_bytes()) > most:
-                return self._said_of(step, peak, self._there)
+                return self._said_of(step, peak, self._there, holds_outputs)
         return ""
 
-    def _said_of(self, step: int, peak_bytes: int, there_bytes: int) -> str:
+    def _said_of(self, step: int, peak_bytes: int, there_bytes: int, holds_outputs: bool) -> str:
         predicted, parts = self._plan.predicted["peak_bytes"], self._plan.predicted.get("breakdown", {})
         planned_bytes = sum(size for name, size in parts.items() if name not in MADE_IN_STEP)
         said = differences(self._plan.about, {"versions": versions(), **state_of(self._model)})
@@ -113,6 +116,8 @@ class SecondStep:
                 f"{gib(there_bytes)} were there as it began, planned {gib(planned_bytes)} (another model, an optimizer "
                 "with more state, what the loop holds)",
             )
+        if holds_outputs:
+            said.insert(0, "the loop holds outputs that the plan does not count")
         why = "; ".join(said) or "nothing is known to differ: `remat.validate` measures the step by itself"
         return (
             f"step {step} took {gib(peak_bytes)}, and the plan predicted {gib(predicted)}, "

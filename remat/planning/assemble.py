@@ -96,9 +96,11 @@ def predict(study: Study, found: FoundPlan) -> Prediction:
     curve, plain_us = memory.curve(solution.regions), study.step_time_us
     device_us, host_us = problem.step_time_us + added_us, study.host_time_us(found.at, solution.regions)
     step_us = max(device_us, host_us)
+    peak_bytes = curve.peak_bytes if solution.replayed_bytes is None else solution.replayed_bytes
     predicted: Prediction = {
-        "peak_bytes": curve.peak_bytes if solution.replayed_bytes is None else solution.replayed_bytes,
+        "peak_bytes": peak_bytes,
         "peak_at": where(graph, int(curve.op[curve.peak_at])),
+        "backward_peak_bytes": int(curve.alive_bytes[graph.forward_end :].max()) + peak_bytes - curve.peak_bytes,
         "step_time_us": step_us,
         "recompute_time_us": recompute_us,
         "overhead": (step_us - plain_us) / plain_us if plain_us else 0.0,

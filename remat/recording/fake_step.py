@@ -161,6 +161,7 @@ class FakeStep:
         recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
         elsewhere: CaptureDevice | None = None,
     ):
+        torch.distributions.Distribution.set_default_validate_args(False)  # reads numbers; Dynamo's first trace does so
         self.workload = workload
         self.device = device
         self.mode = FakeTensorMode()

@@ -38,6 +38,8 @@ def describe(error: BaseException, where: str = "") -> str:
     """Describe an error: kind, first line of the message, `where` it happened, and a known remedy."""
     if called := re.search(r"no rule registered for HigherOrderOperator (\w+)", str(error)):
         return _HIGHER_ORDER.format(operator=called[1]) + where
+    if "convert all Tensors to FakeTensors first" in str(error):
+        return f"it uses a tensor{where} that is neither of the model nor of the batch{_FOREIGN_TENSOR}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     remedy = _remedy(error, said)
@@ -45,16 +47,23 @@ def describe(error: BaseException, where: str = "") -> str:
 
 
 _FOREIGN_TENSOR = (
-    ". A tensor is used that is neither of the model nor of the batch: return a module that trains from `build`, as a "
-    "part of the model, and a tensor from `batch`"
+    ". Return a module that trains from `build`, as a part of the model, and a tensor from `batch`. A module that does "
+    "not train, such as a target network, may stay outside: say so with `module.requires_grad_(False)`"
 )
 
 
 def line_of(error: BaseException) -> str:
-    """Return the last line of the traceback outside torch and this package, as ` at file:line`."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(("<", *ours))]
-    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    """Return the last line of the traceback outside torch and this package, as ` at file:line`.
+
+    It is followed by the last function of a layer of torch's, if there is one.
+    """
+    torchs, ours = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+    codes = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    users = [at for at in codes if not at[0].co_filename.startswith(("<", torchs, ours))]
+    layers = [code for code, _ in codes if code.co_filename.startswith((f"{torchs}/nn/modules/", f"{torchs}/ao/"))]
+    called = [code.co_qualname for code in layers if not code.co_name.startswith("_")]
+    within = f" (in `{called[-1]}` of torch)" if called else ""
+    return f" at {users[-1][0].co_filename}:{users[-1][1]}{within}" if users else ""
 
 
 def _remedy(error: BaseException, said: str) -> str:
@@ -70,8 +79,6 @@ def _remedy(error: BaseException, said: str) -> str:
         return _SPARSE
     if said.startswith("AssertionError: User object is no longer alive"):  # Dynamo's, which knows streams by number
         return _STREAMS
-    if "convert all Tensors to FakeTensors first" in said:
-        return _FOREIGN_TENSOR
     files = [PurePath(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)]
     if "nested_tensor" in said or "NestedInt" in said or any("nested" in file for file in files):
         return _NESTED_TENSORS

@@ -21,6 +21,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from remat._torch.recording import unwrapped
 from remat._torch.training import is_wrapper
 
 SMALLEST_BYTES = 4096  # a storage below that is no output that matters: a loss, a count
@@ -82,6 +83,7 @@ class LastOutputs:
     """The outputs of a model's last forwards, as far as they are kept."""
 
     def __init__(self) -> None:
+        self._through: dict[str, int] = {}  # by name, of those that were kept through a backward
         self._forwards: list[list[_Output]] = []
         self._collections = COLLECTIONS
 
@@ -110,6 +112,17 @@ class LastOutputs:
             sizes = self._sizes(model, but_last)
         return sizes
 
+    def backward_ends(self, model: nn.Module) -> None:
+        """Note what is kept as a backward has ended, which has let go of all that it needed itself."""
+        sizes = self.alive(model)
+        if sum(sizes.values()) > sum(self._through.values()):
+            self._through = sizes
+
+    def kept_through_backward(self) -> dict[str, int]:
+        """Return the bytes by name of outputs that were kept until a backward had ended since this was last asked."""
+        found, self._through = self._through, {}
+        return found
+
     def _sizes(self, model: nn.Module, but_last: bool) -> dict[str, int]:
         kept = [[output for output in found if not output.storage.expired()] for found in self._forwards]
         late = [output for found in kept[: -1 if but_last else None] for output in found]
@@ -131,7 +144,7 @@ def _storage_of(value: Any) -> torch.UntypedStorage | None:
     """Return the storage of a tensor; None if it has none of its own (sparse tensors, wrappers such as DTensor)."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    return None if is_wrapper(value) else value.untyped_storage()
+    return None if is_wrapper(value) else unwrapped(value).untyped_storage()
 
 
 def _addresses(values: Iterable[Any]) -> Iterator[int]:

@@ -13,12 +13,17 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from remat._torch.training import keeps_graph
+from remat._torch.training import keeps_graph, when_backward_ends
 from remat.workload.held_outputs import output_tensors
+
+
+def _nobody() -> None:
+    """Stand for a weak reference whose function is gone."""
 
 
 @dataclasses.dataclass
@@ -27,6 +32,7 @@ class _BackwardSeen:
 
     making_graph  one that makes a graph (`create_graph=True`)
     in_autocast   one that makes no graph ran inside of `torch.autocast`, which keeps casts of weights
+    when_over     a weak reference to a function to call when a backward has ended that makes no graph and keeps none
     """
 
     last: bool = False
@@ -34,6 +40,7 @@ class _BackwardSeen:
     making_graph: bool = False
     in_autocast: bool = False
     any: bool = False
+    when_over: Callable[[], Callable[[], None] | None] = _nobody
 
 
 class _Hook:
@@ -44,6 +51,8 @@ class _Hook:
 
     def __call__(self, gradients: Any) -> None:
         self._seen.any = True
+        if not torch.is_grad_enabled() and not keeps_graph() and (when_over := self._seen.when_over()) is not None:
+            when_backward_ends(when_over)
         self._seen.last = self._seen.last or not torch.is_grad_enabled()
         self._seen.making_graph = self._seen.making_graph or torch.is_grad_enabled()
         self._seen.kept = self._seen.kept or (keeps_graph() and not torch.is_grad_enabled())
@@ -61,11 +70,16 @@ class Pass:
     """
 
     def __init__(self) -> None:
+        self._when_over: Callable[[], Callable[[], None] | None] = _nobody
         self.begin()
+
+    def notify(self, when_over: Callable[[], Callable[[], None] | None]) -> None:
+        """Set what to call when a backward has ended that makes no graph and keeps none, by a weak reference."""
+        self._when_over = self._seen.when_over = when_over
 
     def begin(self) -> None:
         self.count = self.next = 0
-        self._seen = _BackwardSeen()
+        self._seen = _BackwardSeen(when_over=self._when_over)
         self._graphs: list[weakref.ref[_Hook]] = []
 
     def add(self, outputs: Any) -> None:
@@ -80,7 +94,7 @@ class Pass:
 
     def goes_on(self) -> None:
         """Note that the pass that has ended was within a step, whose forwards go on."""
-        self._seen = _BackwardSeen()
+        self._seen = _BackwardSeen(when_over=self._when_over)
         self._graphs = []
 
     @property
