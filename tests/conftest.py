@@ -138,17 +138,30 @@ def few_slices(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+_RATES: dict[Any, dict[str, float]] = {}  # of this process, by device
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quick_costs() -> Iterator[None]:
-    """Measure costs on this machine in three samples: no test is about how long operators take.
+    """Measure costs on this machine in three samples, and its rates once: no test is about how long operators take.
 
-    Measured properly, the operators of a toy take ten seconds.
+    Measured properly, the operators of a toy take ten seconds, and the rates seven wherever a test has its own cache.
     """
     from remat.costing import operator_timing
 
     quick: dict[str, Any] = {"repeats": 3, "seconds_per_kind": 0.0}
     known = operator_timing.time_operators.__kwdefaults__ or {}
+    measure = operator_timing._measured_rates
+
+    def fastest_us(kind: Any, device: Any) -> float:
+        return operator_timing.time_operator(kind, device, repeats=3).time_us
+
+    def rates(device: Any) -> dict[str, float]:
+        return dict(_RATES.get(device) or _RATES.setdefault(device, measure(device)))
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operator_timing, "_measured_rates", rates)
+        patch.setattr(operator_timing, "_fastest_us", fastest_us)
         patch.setattr(operator_timing.time_operators, "__kwdefaults__", known | quick)
         patch.setattr(operator_timing.time_operator, "__defaults__", tuple(quick.values()))
         yield
