@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -84,13 +85,24 @@ def test_what_is_done_at_once_says_nothing_in_a_log_file(remat: Remat) -> None:
     assert re.sub("noise from (Python|C)\n", "", ran.stderr) == ""
 
 
-def on_terminal(*arguments: str, cwd: Path) -> str:
-    """Return the output of `remat` on a terminal of 80 columns, as it stands at the end of each line."""
+# Runs commands one after the other, and says where the next begins: a process for each would import torch as often.
+COMMANDS = """
+import json, sys
+from remat.cli.main import main
+for command in json.loads(sys.argv[1]):
+    main(command)
+    print("\\0", end="", flush=True)
+"""
+
+
+def on_terminal(*commands: tuple[str, ...], cwd: Path) -> list[str]:
+    """Return the output of each `remat` command on a terminal of 80 columns, as it stands at the end of each line."""
+    (cwd / "model.py").write_text(MODEL)
     primary, secondary = pty.openpty()
     environment = {**os.environ, "COLUMNS": str(WIDTH), "TERM": "xterm", "XDG_CACHE_HOME": str(cwd / "cache")}
-    command = [sys.executable, "-m", "remat", *arguments]
+    program = [sys.executable, "-c", COMMANDS, json.dumps(commands)]
     with subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=secondary, stderr=secondary, stdin=secondary
+        program, cwd=cwd, env=environment, stdout=secondary, stderr=secondary, stdin=secondary
     ) as ran:
         os.close(secondary)
         said = b""
@@ -101,7 +113,29 @@ def on_terminal(*arguments: str, cwd: Path) -> str:
                 break
         ran.wait()
     os.close(primary)
-    return said.decode()
+    *found, rest = said.decode().split("\0")
+    assert len(found) == len(commands) and not rest, said
+    return found
+
+
+PLAN, COMPARE = ("plan", *STEP, "--budget", "72MiB"), ("compare", *STEP, "--budget", "72MiB")
+SCREENS = (
+    PLAN,
+    ("plan", *STEP, "--budget", "10MiB", "--no-advice"),
+    COMPARE,
+    ("sweep", *STEP, "--points", "3"),
+    ("estimate", *STEP),
+    ("timeline", *STEP, "--budget", "72MiB"),
+    ("models",),
+)
+ROOMY, QUIET = ("plan", *STEP, "--budget", "80GiB"), (*PLAN, "--quiet")
+
+
+@pytest.fixture(scope="module")
+def screens(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], str]:
+    """What each command draws."""
+    commands = (*SCREENS, ROOMY, QUIET)
+    return dict(zip(commands, on_terminal(*commands, cwd=tmp_path_factory.mktemp("screens")), strict=True))
 
 
 def lines_of(said: str) -> list[str]:
@@ -111,30 +145,16 @@ def lines_of(said: str) -> list[str]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("plan", *STEP, "--budget", "72MiB"),
-        ("plan", *STEP, "--budget", "10MiB", "--no-advice"),
-        ("compare", *STEP, "--budget", "72MiB"),
-        ("sweep", *STEP, "--points", "3"),
-        ("estimate", *STEP),
-        ("timeline", *STEP, "--budget", "72MiB"),
-        ("models",),
-    ],
-    ids=lambda command: " ".join(command[:1] + command[-1:]),
-)
-def test_every_screen_fits_eighty_columns(command: tuple[str, ...], tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
-    said = on_terminal(*command, cwd=tmp_path)
-    assert [line for line in lines_of(said) if len(line) > WIDTH] == []
+@pytest.mark.parametrize("command", SCREENS, ids=lambda command: " ".join(command[:1] + command[-1:]))
+def test_every_screen_fits_eighty_columns(command: tuple[str, ...], screens: dict[tuple[str, ...], str]) -> None:
+    assert screens[command].strip()
+    assert [line for line in lines_of(screens[command]) if len(line) > WIDTH] == []
 
 
 @pytest.mark.exhaustive
-def test_quiet_draws_no_progress_on_a_terminal(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
-    assert "recording" in on_terminal("plan", *STEP, "--budget", "72MiB", cwd=tmp_path)
-    assert "recording" not in on_terminal("plan", *STEP, "--budget", "72MiB", "--quiet", cwd=tmp_path)
+def test_quiet_draws_no_progress_on_a_terminal(screens: dict[tuple[str, ...], str]) -> None:
+    assert "recording" in screens[PLAN]
+    assert "recording" not in screens[QUIET]
 
 
 OF_ONE_BACKGROUND = {
@@ -153,16 +173,15 @@ def colours_of(said: str) -> set[int]:
     return {int(code) for codes in re.findall(r"\x1b\[([0-9;]+)m", said) for code in codes.split(";")}
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("plan", "--help"),
-        pytest.param(("plan", *STEP, "--budget", "80GiB"), marks=pytest.mark.exhaustive),
-        pytest.param(("compare", *STEP, "--budget", "72MiB"), marks=pytest.mark.exhaustive),
-    ],
-    ids=lambda command: " ".join(command[:1] + command[-1:]),
-)
-def test_no_colour_needs_a_dark_or_a_light_terminal(command: tuple[str, ...], tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
-    colours = colours_of(on_terminal(*command, cwd=tmp_path))
+def test_no_colour_of_a_help_page_needs_a_dark_or_a_light_terminal(tmp_path: Path) -> None:
+    (said,) = on_terminal(("plan", "--help"), cwd=tmp_path)
+    assert colours_of(said) and not colours_of(said) & OF_ONE_BACKGROUND
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("command", [ROOMY, COMPARE], ids=lambda command: " ".join(command[:1] + command[-1:]))
+def test_no_colour_needs_a_dark_or_a_light_terminal(
+    command: tuple[str, ...], screens: dict[tuple[str, ...], str]
+) -> None:
+    colours = colours_of(screens[command])
     assert colours and not colours & OF_ONE_BACKGROUND
