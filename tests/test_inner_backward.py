@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import itertools
 from typing import Any
@@ -197,15 +198,19 @@ def small(graph: Graph) -> Problem:
     return Problem(graph, costs, dataclasses.replace(space, segments=segments, saveable=saved), 1 << 60)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "forces" else []) for name in WORKLOADS]
-)
+@functools.cache
+def searched(name: str) -> tuple[Problem, Oracle]:
+    """A problem and all its plans, which are the same for every solver."""
+    problem = small(graph_of(WORKLOADS[name]))
+    return problem, Oracle(problem)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.fast("chain-dp-penalty")
 @pytest.mark.parametrize("solver", ["chain-dp", "milp"])
 def test_no_bound_exceeds_the_best_of_all_plans(name: str, solver: str) -> None:
     """At budgets that bite, from below the least peak of all plans up to the untouched step's."""
-    problem = small(graph_of(WORKLOADS[name]))
-    oracle = Oracle(problem)
+    problem, oracle = searched(name)
     peaks = sorted(set(oracle.peaks))
     within = [peak for peak in peaks if peak < problem.memory.peak_without_regions]
     for budget in [peaks[0] - 1, peaks[0], *within[:: max(len(within) // 3, 1)]]:
