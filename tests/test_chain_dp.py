@@ -44,7 +44,7 @@ from tests.oracle import Oracle, plans_of
 AMPLE = 10**6
 EXACT = Limits(gap=0.0)
 MANY = settings(max_examples=examples(40, 150))
-TOO_MANY = settings(MANY, max_examples=examples(400, 4000))
+TOO_MANY = settings(MANY, max_examples=examples(150, 4000))
 
 
 @st.composite
@@ -510,7 +510,7 @@ def test_no_time_still_gives_a_bound() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.often("t5-base", "gpt2")
+@pytest.mark.often("t5-base")
 @pytest.mark.parametrize("name", ["t5-base", "gpt2", "bert-large", "llama-1b"])
 def test_a_plan_of_a_real_model_is_never_below_the_bound_at_its_own_peak(name: str) -> None:
     """Autocast's copies, an encoder's output and a position bias, which toys have not: whatever counts them."""

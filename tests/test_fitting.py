@@ -130,6 +130,7 @@ def test_two_records_give_the_step_at_any_batch(model: str, accumulates: bool, s
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("64-slices1-plain", "64-slices4-accumulates", "others-slices1-accumulates", "others-slices4-plain")
 @pytest.mark.parametrize("accumulates", [False, True], ids=["plain", "accumulates"])
 @pytest.mark.parametrize("slices", [1, 4], ids=["slices1", "slices4"])
 @pytest.mark.parametrize("sizes", [(64,), (3, 11)], ids=["64", "others"])
@@ -254,9 +255,9 @@ def test_with_a_link_to_the_host_nothing_is_slower_and_the_ladder_has_a_rung_mor
 @pytest.mark.exhaustive
 def test_where_groups_are_fused_the_step_is_faster_at_every_size_and_the_ladder_is_as_it_was() -> None:
     place = find_planning_device(TARGET)
-    size = beside_states(search(1 << 50, DECODER).profile(24, False).graph, 0.4)
+    size = beside_states(search(1 << 50, DECODER).profile(8, False).graph, 0.4)
     budget = Budget(size, size)
-    alone, found = (fit_all(DECODER, place, budget, 24, limits=LIMITS, fuse=fuse) for fuse in (False, True))
+    alone, found = (fit_all(DECODER, place, budget, 8, limits=LIMITS, fuse=fuse) for fuse in (False, True))
     assert found.best.fused and found.plan.about["fused"]
     assert (found.best.time_us or 0.0) < (alone.best.time_us or 0.0)
     assert found.best.peak_bytes == found.plan.predicted["peak_bytes"] <= size
@@ -264,11 +265,11 @@ def test_where_groups_are_fused_the_step_is_faster_at_every_size_and_the_ladder_
         rung and rung.to_json() for rung in alone.rungs.values()
     ][:-1]
     look = search(size, DECODER, fuse=True)
-    for other in set(divisors(24)) - {candidate.micro_batch for candidate in found.candidates}:
-        fits = look.best(Window(24, other))
+    for other in set(divisors(8)) - {candidate.micro_batch for candidate in found.candidates}:
+        fits = look.best(Window(8, other))
         assert fits is None or fits.time_us is None or fits.time_us >= (found.best.time_us or 0.0)
     with pytest.raises(UsageError, match="exclude each other"):
-        fit_all(DECODER, place, budget, 24, exact=True, fuse=True)
+        fit_all(DECODER, place, budget, 8, exact=True, fuse=True)
 
 
 def test_with_room_for_all_it_runs_as_it_is() -> None:

@@ -107,7 +107,7 @@ def test_no_row_ever_overstates_a_plan(nodes: list[ToyNode], data: st.DataObject
 
 @pytest.mark.exhaustive
 @given(toys(), st.data())
-@settings(MANY, max_examples=examples(1000, 4000))
+@settings(MANY, max_examples=examples(300, 4000))
 def test_no_row_overstates_any_of_many_plans(nodes: list[ToyNode], data: st.DataObject) -> None:
     rows_never_overstate(nodes, data)
 
