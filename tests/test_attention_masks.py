@@ -202,6 +202,7 @@ def written(mask: torch.Tensor) -> torch.Tensor:
     return mask
 
 
+@pytest.mark.fast("written", "data-written")
 @pytest.mark.parametrize(
     "write",
     [

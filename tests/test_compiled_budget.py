@@ -517,6 +517,7 @@ class DropoutInBf16(Dropout):
             return super().forward(x)
 
 
+@pytest.mark.fast("nothing", "every-third")
 @EVERY_CHOICE
 def test_operator_by_operator_every_choice_computes_the_same_bits(saved: Chosen) -> None:
     expected, found = (gradients(built(DropoutInBf16), s, batch(), inner_compile=by_operator) for s in (None, saved))

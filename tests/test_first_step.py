@@ -156,10 +156,17 @@ def step(model: nn.Module, run: Step, workload: Workload, seed: int = 1) -> None
     loss.backward()
 
 
+LIKE_OTHERS = {  # caught by the same comparison as one that is left
+    *("stale-constant", "queries-for-keys", "labels-of-ids", "other-epsilon", "other-rate"),
+    *("saved-of-another-region-amp", "drawn-anew-nested", "drawn-anew-after-a-saved-one", "drifted-input-nested"),
+}
+
+
 def of(name: str) -> Workload:
     return OUTSIDE if SPOILT[name].choose == "slices" else SPOILT[name].workload
 
 
+@pytest.mark.fast(*(name for name in SPOILT if name not in LIKE_OTHERS))
 @pytest.mark.parametrize("name", SPOILT)
 def test_a_spoilt_plan_is_caught_in_its_first_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     SPOILT[name].spoil(monkeypatch)
@@ -711,7 +718,7 @@ def every_architecture() -> list[Any]:
 
 OFTEN = (
     *("GptOssForCausalLM", "DebertaV2ForMaskedLM", "BartForConditionalGeneration"),
-    *("Qwen3VLForConditionalGeneration", "SegformerForSemanticSegmentation"),
+    "SegformerForSemanticSegmentation",
 )
 
 

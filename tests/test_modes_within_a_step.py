@@ -156,6 +156,7 @@ def test_a_plan_changes_no_number_and_warns_of_nothing(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, planned, strict=True))
 
 
+@pytest.mark.fast("critic_frozen", "yielded", "evaluated")
 @pytest.mark.parametrize("name", STEPS)
 def test_its_peak_is_the_predicted_one(name: str) -> None:
     report = validate(STEPS[name], plan_for(STEPS[name], pairs_of_segments), device=CPU, repeats=1)
