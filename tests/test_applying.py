@@ -754,6 +754,7 @@ def assorted(graph: Any) -> dict[str, tuple[Region, ...]]:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("resnet50", "qwen3-moe")
 @pytest.mark.parametrize(  # benchmarks validate all
     "name",
     ["gpt2", "t5-base", "resnet50", "qwen3-moe"],

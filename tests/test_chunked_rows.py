@@ -706,7 +706,10 @@ def test_rows_that_are_written_to_before_backward_are_an_error() -> None:
 # What they need
 
 
-@pytest.mark.third
+@pytest.mark.often(
+    *("Adapted--cpu-plain", "Adapted-amp-cpu-fused", "Gated-amp-h100-80gb-fused", "Split--h100-80gb-plain"),
+    *("Half--cpu-plain", "Half--h100-80gb-fused", "Flattened-amp-h100-80gb-plain"),
+)
 @pytest.mark.fast("Adapted--cpu-plain")
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("target", ["cpu", "h100-80gb"])

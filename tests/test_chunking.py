@@ -508,6 +508,7 @@ def test_logits_are_withheld_and_say_so() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("language-a100-80gb", "language-amp-cpu", "language-amp-h100-80gb")
 @pytest.mark.parametrize("target", ["cpu", "a100-80gb", "h100-80gb"])
 @pytest.mark.parametrize("workload", [LANGUAGE, MIXED], ids=lambda workload: workload.name)
 def test_the_evaluator_s_peak_is_the_replay_s(workload: Workload, target: str) -> None:

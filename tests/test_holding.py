@@ -139,6 +139,7 @@ def peak_of_nanogpt(plan: Plan, micro_steps: int, steps: int = 3) -> int:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("4")
 @pytest.mark.parametrize("micro_steps", [4, 1])
 def test_nanogpts_loop_keeps_the_budget_where_it_says_that_it_holds_outputs(micro_steps: int) -> None:
     plan = planned("outputs", micro_steps, clip=True)
@@ -149,6 +150,7 @@ def test_nanogpts_loop_keeps_the_budget_where_it_says_that_it_holds_outputs(micr
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("4")
 @pytest.mark.parametrize("micro_steps", [1, 4])
 def test_where_it_does_not_it_is_told_so_at_its_second_forward(micro_steps: int) -> None:
     plan = planned("loss", micro_steps, clip=True)
@@ -179,17 +181,14 @@ def test_where_it_does_not_it_is_told_so_at_its_second_forward(micro_steps: int)
 
 
 @pytest.mark.fast("half-saved")
+@pytest.mark.often("half-saved", "nested", "saved-matmuls")
 @pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
 def test_the_evaluator_equals_the_replay(choose: Choose) -> None:
     assert_replayed(choose, accumulation=1)
 
 
 @pytest.mark.exhaustive
-def test_the_evaluator_equals_the_replay_of_a_micro_batch() -> None:
-    assert_replayed(CHOICES["half-saved"], accumulation=4)
-
-
-@pytest.mark.exhaustive
+@pytest.mark.often("half-saved", "nested-with-rest", "nothing")
 @pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
 def test_so_it_does_whatever_is_chosen(choose: Choose) -> None:
     assert_replayed(choose, accumulation=4)

@@ -356,10 +356,9 @@ class Stacked(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [kind if kind == "attention" else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ONE_NODE],
-)
+@pytest.mark.fast("attention")
+@pytest.mark.often("attention", "lstm")
+@pytest.mark.parametrize("kind", ONE_NODE)
 def test_a_dropout_inside_of_one_node_may_be_turned_off_and_not_on(kind: str) -> None:
     def workload(rate: float) -> Workload:
         def batch(size: int, length: int | None) -> tuple[torch.Tensor]:
@@ -435,6 +434,7 @@ def other_sizes(workload: Workload) -> list[Identity]:
 
 
 @pytest.mark.fast("in-place")
+@pytest.mark.often("in-place", "tied", "transformer")
 @pytest.mark.parametrize("name", ["chain", "residual", "skip", "tied", "transformer", "in-place"])
 def test_identity_does_not_depend_on_the_batch(name: str) -> None:
     planned = recorded_toy(TOYS[name]).graph.identities[0]
@@ -450,7 +450,7 @@ def test_what_a_captured_graph_says_of_its_nodes_is_what_the_record_saw(name: st
     assert_as_recorded(recorded_toy(TOYS.get(name, BATCH_NORM)).graph)
 
 
-@pytest.mark.third
+@pytest.mark.often("t5-base", "convnextv2-base")
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", models.TEST_SIZES)
 def test_what_a_model_says_of_its_nodes_is_what_the_record_saw(name: str) -> None:

@@ -327,8 +327,8 @@ def test_a_model_whose_plan_was_removed_has_nothing_left_of_it_when_merged(pair:
     [
         ("half-saved", "plan first"),
         ("layers", "adapters first"),
-        pytest.param("half-saved", "adapters first", marks=pytest.mark.exhaustive),
-        pytest.param("layers", "plan first", marks=pytest.mark.exhaustive),
+        pytest.param("half-saved", "adapters first", marks=pytest.mark.nightly),
+        pytest.param("layers", "plan first", marks=pytest.mark.nightly),
     ],
 )
 def test_a_plan_from_before_there_were_adapters_is_refused_by_name(choice: str, order: str) -> None:

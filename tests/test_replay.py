@@ -103,7 +103,7 @@ def assert_equal(model: str, target: str, accumulation: int = 1) -> Graph:
     return graph
 
 
-@pytest.mark.third
+@pytest.mark.often("t5-base-cpu", "swin-base-a100-80gb", "qwen3-moe-h100-80gb", "resnet50-cpu")
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("model", TEST_SIZES)
@@ -186,7 +186,7 @@ def assert_kept(model: str, target: str) -> None:
     assert len(walk.kept) > 5
 
 
-@pytest.mark.third
+@pytest.mark.often("t5-base-cpu", "swin-base-a100-80gb", "qwen3-moe-h100-80gb", "resnet50-cpu")
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("model", TEST_SIZES)

@@ -118,7 +118,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.third
+@pytest.mark.often(
+    "shifted-h100-80gb", "language-cpu", "clamped-cpu", "summed-cpu", "twice-a100-80gb", "tied-a100-80gb"
+)
 @pytest.mark.fast("shifted-h100-80gb")
 @pytest.mark.parametrize("target", ["cpu", "a100-80gb", "h100-80gb"])
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)

@@ -451,6 +451,7 @@ def test_a_budget_is_planned_for_once_and_trains_alike(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("random")
 @pytest.mark.parametrize("sampling", ["random", "group_by_length"])
 @pytest.mark.filterwarnings("ignore:this batch has no padding")
 def test_batches_of_several_lengths_run_under_their_own_plans(sampling: str, tmp_path: Path) -> None:
@@ -935,6 +936,7 @@ def with_triton(trl: Make, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("bf16")
 @pytest.mark.parametrize("options", [{}, {"bf16": True, "gradient_accumulation_steps": 2}], ids=["fp32", "bf16"])
 def test_where_triton_runs_every_position_is_scored_and_losses_are_those_of_the_labelled_ones(
     options: dict[str, Any], trl: Make, with_triton: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -1010,6 +1012,7 @@ def test_trainers_of_preferences_train_alike(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("DPO")
 @pytest.mark.parametrize("name", ["DPO", "KTO"])
 def test_a_reference_model_of_its_own_is_counted_and_trains_alike(name: str, trl: Make, tmp_path: Path) -> None:
     """Without a mask, as in eager mode, and when what autocast kept of the model's own weights is gone."""
@@ -1109,7 +1112,7 @@ REFERRING = {"beta": 0.1, "bf16": True, **TWICE}
 
 
 @pytest.mark.exhaustive
-@pytest.mark.often("reference", "reference-20-updates")
+@pytest.mark.often("reference")
 @pytest.mark.parametrize(
     ("steps", "options"),
     [
