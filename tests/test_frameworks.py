@@ -58,11 +58,12 @@ def costs_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.param("hf_trainer", "accelerate", marks=pytest.mark.exhaustive),
         ("lightning_trainer", "lightning"),
         pytest.param("lora", "peft", marks=pytest.mark.exhaustive),
-        pytest.param("trl_sft", "trl", marks=pytest.mark.exhaustive),
+        # test_trainers.py has packed rows with LoRA and accumulation every day, and GRPO
+        pytest.param("trl_sft", "trl", marks=[pytest.mark.exhaustive, pytest.mark.nightly]),
         pytest.param(
             *("trl_grpo", "trl"),
             marks=[
-                *(pytest.mark.exhaustive, pytest.mark.nightly),  # test_trainers.py has GRPO every day
+                *(pytest.mark.exhaustive, pytest.mark.nightly),
                 pytest.mark.filterwarnings("ignore:the first step under the plan is not"),
             ],
         ),
