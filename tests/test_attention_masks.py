@@ -93,6 +93,7 @@ def require_alike(planned: nn.Module, untouched: nn.Module, batch: Batch) -> Non
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("bert", "llama")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mask_of_ones_is_no_mask_as_in_eager_mode(family: str) -> None:
     untouched, planned = built(family), apply(built(family), plan_of_family(family), verify_first_step=False)
@@ -116,6 +117,7 @@ def test_padding_is_another_step_whatever_came_before(family: str) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("bert", "llama")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batches_with_and_without_padding_alternate_under_a_plan_for_padding(family: str) -> None:
     """With padding the step is bitwise that of eager mode; without, the explicit mask stays, and a warning says so."""
@@ -381,6 +383,7 @@ def test_a_transformers_whose_mask_functions_are_called_otherwise_is_refused(mon
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("gpt2-nodes", "llama-modules")
 @pytest.mark.parametrize("kind", ["nodes", "modules"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_planned_training_forward_builds_no_cache(family: str, kind: str) -> None:

@@ -759,6 +759,7 @@ def test_a_group_that_overflows_is_named_and_not_compared(scale: float) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("autocast")
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "autocast"])
 def test_compiled_groups_keep_the_predicted_peak_and_are_as_near_to_float64(autocast: torch.dtype | None) -> None:
     load = workload(autocast=autocast)
@@ -776,6 +777,7 @@ def test_compiled_groups_keep_the_predicted_peak_and_are_as_near_to_float64(auto
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("2")
 @pytest.mark.parametrize("slices", [1, 2])
 def test_a_head_in_slices_is_fused_too_and_held_to_float64(slices: int) -> None:
     load = workload(autocast=torch.bfloat16)

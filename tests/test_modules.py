@@ -338,6 +338,7 @@ def test_modules_within_modules_are_all_candidates() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("gpt2-h100-80gb", "resnet50-cpu")
 @pytest.mark.parametrize(
     ("name", "target"),
     [

@@ -97,7 +97,9 @@ def link_that_carries(graph: Graph, share: float) -> Link:
 # Memory
 
 
-@pytest.mark.third
+@pytest.mark.often(
+    "convnet-nothing", "convnet-every-block", "transformer-nothing", "transformer-nested", "transformer-amp-half-saved"
+)
 @pytest.mark.fast("convnet-nothing")
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("workload", WORKLOADS)

@@ -82,6 +82,7 @@ def test_a_record_says_where_the_slices_of_a_loss_end(name: str) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("language-nothing", "language-half-saved", "language-amp-every-block", "language-amp-nested")
 @pytest.mark.parametrize("choice", ["nothing", "every-block", "half-saved", "nested"])
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_replay_is_what_the_evaluator_says_at_every_operator(name: str, choice: str) -> None:

@@ -188,6 +188,7 @@ def test_adapters_train_bitwise_as_without_a_plan_and_the_rest_stays_frozen(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("llama-half-saved", "gpt2-layers", "last layers-half-saved")
 @pytest.mark.parametrize(("name", "choice"), every_pair(KINDS, [("llama", "half-saved"), ("gpt2", "layers")]))
 def test_the_measured_peak_is_the_replayed_one(name: str, choice: str, recordings: Any) -> None:
     step, graph = recordings[name]

@@ -514,6 +514,7 @@ def test_the_evaluator_equals_the_replay(workload: Workload, choose: Any, offloa
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("toy-transformer-amp-True", "deep-False")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("workload", [DEEP, TRANSFORMER_BF16], ids=lambda each: each.name)
 def test_the_measured_peak_is_the_predicted_one(workload: Workload, offload: bool) -> None:
