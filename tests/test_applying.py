@@ -788,3 +788,15 @@ def test_evaluator_and_executor_need_the_same_memory_under_autocast(graphs: Any)
     for choice in ("half-saved", "nested"):
         regions = tuple(CHOICES[choice](graph))
         assert Memory(graph).curve(regions).peak_bytes == replay(fake, to_refs(graph, regions)).max()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("execution", ["eager", "modules"])
+def test_a_plan_for_a_cpu_is_told_on_another_device(execution: str) -> None:
+    plan = remat.plan(TRANSFORMER, budget="1GiB", target="cpu", execution=execution)
+    ids, labels = (each.cuda() for each in batch_of(TRANSFORMER))
+    with pytest.warns(UserWarning, match="the plan is for a CPU, and this model is on cuda") as seen:
+        apply(built(TRANSFORMER).cuda(), plan)(ids, labels).backward()
+    assert seen[0].filename == __file__
+    with pytest.raises(PlanMismatch, match=r"Make a plan there, or for the card by name"):
+        apply(built(TRANSFORMER).cuda(), plan, on_larger="refuse")(ids, labels)

@@ -591,6 +591,18 @@ class PlannedForward(UnderPlan):
                 "first forward of a lazy module: run the model once under torch.no_grad() before training."
             )
         self._compare_parameters(self.model)
+        self._compare_device(frames=8)
+
+    def _compare_device(self, frames: int) -> None:
+        device = next((p.device.type for p in self.model.parameters()), "cpu")
+        if self.plan.target == "cpu" != device:
+            self._not_as_planned(
+                "device",
+                f"the plan is for a CPU, and this model is on {device}, whose kernels allocate other bytes: the budget "
+                f"of {gib(self.plan.budget_bytes)} may not be kept. Make a plan there, or for the card by name "
+                "(`--target h100-80gb`).",
+                frames,
+            )
 
     def _refuse_sharded(self) -> None:
         fsdp = sys.modules.get("torch.distributed.fsdp")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 from pathlib import Path
 
 
@@ -23,6 +24,8 @@ def load() -> None:
         import triton_arithmetic
 
         triton_arithmetic.compute_kernels()
+    # Autograd's threads may still let go of Python objects, and one that asks a dying interpreter aborts the process.
+    atexit.register(time.sleep, 0.2)
     if "CARD_TALK" in os.environ:
         print(f"card: {said}, mode {mode}", file=sys.stderr)
         atexit.register(lambda: print(torch.ops.card.report(), end="", file=sys.stderr))

@@ -321,6 +321,7 @@ class PlannedModules(PlannedForward):
         first, self._compared_dtypes = not self._compared_dtypes, True
         if first:
             self._compare_size()
+            self._compare_device(frames=6)
             self._compare_autocast()
             self._compare_trainable(frames=6)
             self._warn_of_own_checkpointing()
