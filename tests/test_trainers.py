@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib
 import sys
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from remat.costing.device_allocator import measure_peak
 from remat.errors import DoesNotFit, UsageError
 from remat.evaluation.alternative import in_two_lines
 from remat.evaluation.plan import Plan
-from remat.execution.apply import counts_of, planned_forward
+from remat.execution.apply import counts_of, has_plan, planned_forward
 from remat.execution.planned_forward import checkpoints_itself
 from remat.host.weights import weights_on_host
 from remat.planning import planner
@@ -727,6 +729,41 @@ def test_tables_of_tensors_methods_that_are_made_meanwhile_keep_no_trainer() -> 
     assert torch.overrides.is_tensor_method_or_property(torch.Tensor.register_hook)
 
 
+@pytest.mark.exhaustive
+def test_a_model_under_a_plan_gets_the_one_that_the_next_trainer_asks_for(tmp_path: Path) -> None:
+    model = llama()
+
+    def budget_of(callback: RematCallback, **options: Any) -> int:
+        losses_of(trainer(tmp_path, callback, model=model, **options))
+        found: int = planned_forward(model).plan.budget_bytes
+        return found
+
+    first, second = RematCallback(budget="1MiB", exact=True), RematCallback(budget="800KiB", exact=True)
+    assert budget_of(first) == 1 << 20
+    assert budget_of(second) == budget_of(second, gradient_accumulation_steps=2) == 800 << 10
+    assert planned_forward(model).plan == second.plan and TrainingLoop.of(second.plan.about).accumulation == 2
+    assert budget_of(RematCallback(first.plan)) == 1 << 20
+    losses_of(trainer(tmp_path, RematCallback(budget="1GiB", compile=True), model=model))
+    assert not has_plan(model)
+
+
+@pytest.mark.exhaustive
+def test_a_trainer_counts_labels_as_ever_after_one_that_was_compiled_and_nothing_keeps_an_optimizer(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=VOCAB, n_positions=LENGTH, n_embd=32, n_layer=1, n_head=2)
+    model = transformers.GPT2LMHeadModel(config)
+    counts = trainer(tmp_path, model=model)._loss_shifts_labels
+    made = trainer(tmp_path, RematCallback(budget="1GiB", compile=True), model=model)
+    losses_of(made)
+    assert trainer(tmp_path, model=model)._loss_shifts_labels == counts
+    optimizer = weakref.ref(made.optimizer.optimizer)
+    del made
+    gc.collect()
+    assert optimizer() is None
+
+
 COMPILED: dict[str, Any] = {"budget": "1GiB", "compile": True}
 
 
@@ -759,6 +796,8 @@ def test_compiling_that_cannot_be_meant_is_refused(
 
 @pytest.mark.exhaustive
 def test_a_callback_takes_a_plan_or_a_budget(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="unexpected keyword argument 'numeric'; its options are those of"):
+        trainer(tmp_path, RematCallback(budget="1GiB", numeric="sums")).train()
     with pytest.raises(UsageError, match="exactly one of the two"):
         RematCallback()
     with pytest.raises(UsageError, match="exactly one of the two"):

@@ -40,7 +40,7 @@ LIBRARIES = ("torch", "transformers", "huggingface_hub")  # whose warnings are a
 # Readable on dark and light terminals; rich's own yellow and dark grey are not.
 PROGRESS_STYLES = {"progress.elapsed": "cyan", "bar.back": "dim", "bar.complete": "green", "bar.finished": "green"}
 
-_ARGUMENT = re.compile(r"`(\w+)=([^`]*)`")
+_ARGUMENT = re.compile(r"`([a-z_]+)=('[^`']*'|\"[^`\"]*\"|[\w.]*)`")  # code of a user in backticks stays as it is
 _OPTION_NAMES = {"time_s": "time-limit"}  # arguments whose option has another name
 
 
@@ -51,7 +51,7 @@ def as_options(message: str) -> str:
 
 def _value(text: str) -> str:
     """Return the option's value; a switch has none."""
-    return "" if text == "True" else text.replace('"', "")
+    return "" if text == "True" else text.strip("\"'")
 
 
 def _option(argument: str) -> str:

@@ -10,6 +10,7 @@ that no graph takes are not counted. `remat.compile` knows the model.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -93,11 +94,12 @@ def name_losses(model: nn.Module) -> None:
     """Tell models of transformers the loss that they compute anyhow.
 
     A class whose name does not tell (GPT2LMHeadModel) logs as it looks for one, and that breaks its graph in two: no
-    chunk of logits could be beside its loss.
+    chunk of logits could be beside its loss. Its `loss_type` stays as it is: by that a Trainer counts labels.
     """
-    for module in model.modules():
+    losses = sys.modules.get("transformers.loss.loss_utils")
+    for module in model.modules() if losses else ():
         if vars(module).get("loss_type", "") is None and not hasattr(module, "_loss_function"):
-            module.loss_type = "ForCausalLM"  # type: ignore[assignment]
+            module.loss_function = losses.LOSS_MAPPING["ForCausalLM"]  # type: ignore[union-attr]
 
 
 def remat(

@@ -15,6 +15,8 @@ from remat.files import write_atomically
 
 def load_table(path: str | os.PathLike[str]) -> KernelTable:
     """Read a table. Raises UsageError if there is none, or if nothing in it is measured."""
+    if not Path(path).is_file():
+        raise UsageError(f"there is no table of kernel times at {path}.")
     try:
         about, rows = read_table(Path(path))
     except (OSError, ValueError, TypeError) as error:

@@ -43,7 +43,7 @@ def apply(
         The same model.
 
     Raises:
-        UsageError: The plan cannot be read, or `model` is no module.
+        UsageError: The plan cannot be read, `model` is no module, or it went through `accelerator.prepare`.
         PlanMismatch: At the first training forward: the plan is for another model, dtype policy or larger batch.
         FirstStepMismatch: There, or in its backward: numbers differ from the model's by more than the plan announces.
 
@@ -59,6 +59,11 @@ def apply(
         raise UsageError(
             "the plan is for the model and the step that computes its loss: `step = remat.planned_step(step, plan)`, "
             "and then `loss = step(model, batch)`."
+        )
+    if "_original_forward" in vars(model):
+        raise UsageError(
+            "accelerate has wrapped the forward of this model (`accelerator.prepare`, for mixed precision): apply the "
+            "plan before it is prepared."
         )
     remove(model)
     planned = executor(plan.execution)(model, plan, on_larger, observe, verify_first_step)

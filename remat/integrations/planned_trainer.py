@@ -10,6 +10,7 @@ step, as with any plan.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import inspect
 import json
@@ -33,6 +34,7 @@ from remat.integrations.modules_around import described
 from remat.integrations.trainer_workload import loop_of, workload_of
 from remat.recording.remedies import describe
 from remat.units import gib
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
 # Arguments of Trainers that change no step, by how their names begin.
@@ -91,9 +93,15 @@ def _made(
 ) -> Plan:
     from remat.planning.planner import plan
 
+    options = for_data(workload, options)
+    loop = holding(loop_of(trainer), options)
+    try:
+        inspect.signature(plan).bind(workload, budget=budget, target=target, loop=loop, **options)
+    except TypeError as error:
+        raise UsageError(f"RematCallback: {error}; its options are those of `remat.plan`, and `holds=`.") from None
     tell(trainer, f"planning the step of {workload.name} within {budget}, once")
     started = time.monotonic()
-    made = plan(workload, budget=budget, target=target, loop=loop_of(trainer), **for_data(workload, options))
+    made = plan(workload, budget=budget, target=target, loop=loop, **options)
     where = "not kept: there is no cache folder"
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,8 +118,13 @@ def _made(
 def for_data(workload: Workload, options: dict[str, Any]) -> dict[str, Any]:
     """Return options of `remat.plan` without lengths that the data do not reach: these decide the longest."""
     if "lengths" not in options:
-        return options
+        return {**options}
     return {**options, "lengths": [length for length in options["lengths"] if length < (workload.seq_len or 0)]}
+
+
+def holding(loop: TrainingLoop, options: dict[str, Any]) -> TrainingLoop:
+    """Return the loop with what it holds, which is taken out of `options`."""
+    return dataclasses.replace(loop, holds=options.pop("holds", loop.holds))
 
 
 def tell(trainer: Any, text: str) -> None:

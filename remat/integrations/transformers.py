@@ -31,7 +31,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from remat.capture import trl_head
 from remat.errors import UsageError
 from remat.evaluation.plan import Plan
-from remat.execution.apply import apply, has_plan
+from remat.execution.apply import apply, has_plan, planned_forward, remove
 from remat.execution.planned_forward import OnLarger
 from remat.integrations.settings import (
     optimizer_as_planned,
@@ -73,8 +73,10 @@ class RematCallback(TrainerCallback):
     cache      folder of plans made for `budget`; by default `plans` in remat's cache folder (`planned_trainer.py`)
     on_larger, verify_first_step  see `remat.apply`
     compile    train compiled by `torch.compile`, planned in its first step as by `remat.compile`
-    options    more arguments of `remat.plan`, with `budget`: `exact=True`, `limits=`, ...; with `compile` those of
-               `remat.compile`: `numerics=`, `outside=`, `dynamic=`, `options=` of Inductor
+    options    more arguments of `remat.plan`, with `budget`: `exact=True`, `limits=`, ..., and `holds=` of its loop;
+               with `compile` those of `remat.compile`: `numerics=`, `outside=`, `dynamic=`, `options=` of Inductor
+
+    A model that comes with another plan, from an earlier Trainer, gets the one that this asks for in its place.
 
     The plan decides what is recomputed: the model's own checkpointing is turned off, whatever turned it on (TRL's
     arguments do, and LLaMA-Factory's loader), unless the plan was made for a model with it.
@@ -108,6 +110,7 @@ class RematCallback(TrainerCallback):
         self._compiles = compile
         self.on_larger, self.verify_first_step = on_larger, verify_first_step
         self._budget, self._options = budget, options
+        self._made_for: Any = None  # the Trainer, and its arguments, that the plan within the budget was made for
         self._cache = None if cache is None else Path(cache)
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -127,7 +130,7 @@ class RematCallback(TrainerCallback):
                 "RematCallback(compile=True) counts what the model computes: set the bytes of logits and loss aside "
                 'with outside="2GiB", or leave compile=True out.'
             )
-        if self.plan is None:
+        if self.plan is None or self._budget is not None:
             return
         autocast = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
         require_autocast(self.plan, autocast, f"TrainingArguments(bf16={args.bf16}, fp16={args.fp16})")
@@ -142,22 +145,25 @@ class RematCallback(TrainerCallback):
         gives_way = own_checkpointing(args, model) and not (self.plan and self.plan.about.get("own_checkpoints"))
         if gives_way:
             turn_off_checkpointing(model)
-        if has_plan(model):
-            if self.plan is not None:
-                optimizer_as_planned(self.plan, kwargs.get("optimizer"))
-            return
         from remat.integrations.planned_trainer import plan_of, tell
 
         trainer = self._trainer()
+        asks = id(trainer), args.to_json_string()
+        if has_plan(model):
+            if planned_forward(model).plan == self.plan and (self._budget is None or self._made_for == asks):
+                optimizer_as_planned(self.plan, kwargs.get("optimizer"))
+                return
+            with beneath_autocast(model, trainer.accelerator):
+                remove(model)
         if self._compiles:
             if gives_way:
                 tell(trainer, GIVES_WAY)
             compile_in_place(model, args, kwargs.get("optimizer"), self._options, self._dynamic)
             return
-        plan = self.plan
-        if plan is None:
-            assert self._budget is not None
-            plan = plan_of(trainer, self._budget, self._cache, **self._options)
+        if self._budget is not None:
+            self.plan = plan_of(trainer, self._budget, self._cache, **self._options)
+        plan, self._made_for = self.plan, asks
+        assert plan is not None
         if gives_way:
             tell(trainer, GIVES_WAY)
         if trl_head.is_on(model) and trl_head.selects_rows(trainer.args.device):
@@ -165,7 +171,6 @@ class RematCallback(TrainerCallback):
         weights_as_planned(plan, model)
         with beneath_autocast(model, trainer.accelerator):
             apply(model, plan, on_larger=self.on_larger, verify_first_step=self.verify_first_step)
-        self.plan = plan
         optimizer_as_planned(plan, kwargs.get("optimizer"))
 
     def planned(self, workload: Workload, *, target: str, loop: TrainingLoop) -> Plan:
@@ -174,10 +179,11 @@ class RematCallback(TrainerCallback):
             raise UsageError(
                 "RematCallback(compile=True) plans in the first step, on the machine that trains: no plan is known yet."
             )
-        from remat.integrations.planned_trainer import for_data
+        from remat.integrations.planned_trainer import for_data, holding
         from remat.planning.planner import plan
 
         options = for_data(workload, self._options)
+        loop = holding(loop, options)
         return self.plan or plan(workload, budget=self._budget or "auto", target=target, loop=loop, **options)
 
     def on_train_end(
@@ -214,6 +220,7 @@ def compile_in_place(
     model: nn.Module, args: TrainingArguments, optimizer: Any, options: dict[str, Any], dynamic: bool | None
 ) -> None:
     """Let the Trainer's steps of `model` be compiled, and planned as they first are."""
+    from remat.compiled.asked import WeakArgument
     from remat.compiled.backend import name_losses
 
     name_losses(model)
@@ -223,7 +230,8 @@ def compile_in_place(
         # An optimizer step's batches are fetched at once; accelerate fetches the next one too, onto the host.
         "batches": args.gradient_accumulation_steps + (args.device.type == "cpu"),
     }
-    model.compile(backend="remat", dynamic=dynamic, options={"model": model, **of_loop, **options})
+    given = {name: WeakArgument.of(value) for name, value in {"model": model, **of_loop, **options}.items()}
+    model.compile(backend="remat", dynamic=dynamic, options=given)
 
 
 def loss_is_outside(args: TrainingArguments, trainer: Any) -> bool:

@@ -50,7 +50,7 @@ from remat.recording.inner_nodes import InnerNodes
 from remat.recording.kept_here import KeptHere
 from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
-from remat.recording.remedies import describe, line_of
+from remat.recording.remedies import describe, line_of, not_a_loss
 from remat.recording.repeated_step import RepeatedStep
 from remat.recording.sequences import sequences_of_known_lengths
 from remat.recording.sources import Sources
@@ -521,8 +521,11 @@ class FakeStep:
                 f"the step of {self.workload.name!r} fails on fake tensors: {describe(error, line_of(error))}."
             ) from error
         self._note_calls()
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise CaptureError(f"`step` of {self.workload.name!r} must return a scalar loss that requires grad.")
+        if said := not_a_loss(loss):
+            raise CaptureError(
+                f"`step` of {self.workload.name!r} must return the loss, a tensor of one number that requires grad, "
+                f"and returns {said}."
+            )
         return loss
 
     def _backward(self, loss: torch.Tensor, tracker: Tracker) -> None:

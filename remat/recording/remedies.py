@@ -17,6 +17,9 @@ _ATTENTION = (
     ", with or without a plan. Run the model under "
     "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), whose attention has second derivatives"
 )
+_OWN_BACKWARD = (
+    ". The backward of the loss is run for the step: return the loss, and leave `loss.backward()` to the loop"
+)
 _DATA = ". It reads a value of a tensor, and no tensor has data while planning: make the value without one"
 _SIZES = (
     ". The size of its result depends on data, and a plan is for sizes that do not: keep all rows, and multiply by a "
@@ -52,6 +55,15 @@ _FOREIGN_TENSOR = (
 )
 
 
+def not_a_loss(found: object) -> str:
+    """Say why a step's result is no loss; empty if it is one."""
+    if not isinstance(found, torch.Tensor):
+        return "nothing" if found is None else f"a {type(found).__name__}"
+    if found.numel() != 1:
+        return f"a tensor of shape {tuple(found.shape)}: take its mean or its sum"
+    return "" if found.requires_grad else "one without a gradient: it was detached, or made under torch.no_grad()"
+
+
 def line_of(error: BaseException) -> str:
     """Return the last line of the traceback outside torch and this package, as ` at file:line`.
 
@@ -67,6 +79,8 @@ def line_of(error: BaseException) -> str:
 
 
 def _remedy(error: BaseException, said: str) -> str:
+    if "backward through the graph a second time" in said:
+        return _OWN_BACKWARD
     if "derivative for aten::_scaled_dot_product" in said:
         return _ATTENTION
     if isinstance(error, DataDependentOutputException) or "FakeTensor.__format__" in said:

@@ -220,7 +220,8 @@ def levers_where_infeasible(source: Source, study: Study, line: LiveLine, *, wan
             levers = advise(workload, source.place, source.loop, whole, least_peak_of, losses_are_cut=is_cut)
         except KeyboardInterrupt:
             raise error from None
-        message = f"{error} {_levers_text(levers, budget.limit_bytes)}"
+        helping = [lever for lever in levers if lever.peak_bytes < error.minimum_budget_bytes]
+        message = f"{error} {_levers_text(helping, budget.limit_bytes)}"
         raise Infeasible(message, error.minimum_budget_bytes, error.breakdown) from error
 
 
