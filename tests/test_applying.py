@@ -239,6 +239,14 @@ def test_a_larger_batch_is_refused_where_asked(plans: dict[str, Plan]) -> None:
         model(*batch_of(TRANSFORMER, TRANSFORMER.batch_size + 1))
 
 
+def test_a_larger_batch_has_the_same_workspaces_of_libraries(plans: dict[str, Plan]) -> None:
+    predicted: Any = {**plans["transformer"].predicted, "peak_bytes": 64 << 20}
+    predicted["breakdown"] = {"library workspaces": 32 << 20}
+    plan = dataclasses.replace(plans["transformer"], predicted=predicted)
+    with pytest.raises(PlanMismatch, match=r"about 96\.00 MiB"):
+        apply(built(TRANSFORMER), plan, on_larger="refuse")(*batch_of(TRANSFORMER, 2 * TRANSFORMER.batch_size))
+
+
 # What is not training
 
 

@@ -49,7 +49,7 @@ from remat.chunking.chunked_rows import RowsWatch
 from remat.errors import CaptureError, PlanMismatch, is_out_of_memory
 from remat.evaluation.form import CAPTURED_FORM, form_of
 from remat.evaluation.forwards import DIFFERENTIATES, EVALUATES, LOOKS, PASSES
-from remat.evaluation.graph import FORWARD_ALONE
+from remat.evaluation.graph import FORWARD_ALONE, LIBRARY_WORKSPACES, OPTIMIZER_STATE
 from remat.evaluation.identity import Fit
 from remat.evaluation.plan import TOKEN_CAP, Plan
 from remat.execution.eager.rewrite import Counts, RegionWatch
@@ -971,7 +971,8 @@ class PlannedForward(UnderPlan):
     def _peak_of(self, times: float) -> int:
         """Return the predicted peak of a batch `times` as large, if everything but the model's state grows with it."""
         peak, parts = self.plan.predicted["peak_bytes"], self.plan.predicted.get("breakdown", {})
-        state = sum(parts.get(name, 0) for name in ("parameters", "buffers", "optimizer state", "gradients"))
+        same = "parameters", "buffers", OPTIMIZER_STATE, "gradients", LIBRARY_WORKSPACES
+        state = sum(parts.get(name, 0) for name in same)
         return int(state + (peak - state) * times)
 
     # Copies and pickles hold the model and the plan; graphs are traced again.
