@@ -256,6 +256,7 @@ class Search:
         self.gm, self.inputs, self.options = gm, joint_inputs, options
         self.most_bytes, self.uses, self.holds_results = most_bytes, uses, holds_results
         self.lowered: dict[frozenset[str], Halves] = {}
+        self._lowered_cuts: dict[frozenset[str], GraphHalves] = {}
         self.kept = ResultCache(gm, device_of(gm.graph), sorted(options.items()), holds_results, is_on=keeps)
         self.has_sums_apart = self.is_default_apart = False  # whether sums that would wait have kernels of their own
         self.reorders, self.draws_alike = True, draws_alike(device_of(gm.graph))
@@ -312,7 +313,9 @@ class Search:
         return forward, backward
 
     def handed_out(self, choice: Choice) -> GraphHalves:
-        """Cut as `cut` does, into halves that draw the same random numbers."""
+        """Cut as `cut` does, into halves that draw the same random numbers; once, if their code was made here."""
+        if choice.saved in self._lowered_cuts:
+            return self._lowered_cuts[choice.saved]
         forward, backward = self.cut(choice)
         if self._repeats_draws(choice):
             draw_again(backward, self.lower(choice).redrawn or {})
@@ -327,7 +330,8 @@ class Search:
 
             def make() -> tuple[Any, ...]:
                 results, repeats = self.options["num_fwd_outputs"], self._repeats_draws(choice)
-                found = halves(*self.cut(choice), results, self.holds_results, repeats_draws=repeats)
+                cut = self._lowered_cuts[choice.saved] = self.cut(choice)
+                found = halves(*cut, results, self.holds_results, repeats_draws=repeats)  # and lets backward draw so
                 if choice in self.tried and found.redrawn is not None:
                     self.on_try(self.needs(found))
                 return dataclasses.astuple(found)
