@@ -29,7 +29,7 @@ from remat._torch.training import clear_cublas_workspaces
 from remat.chunking.heads import find_heads
 from remat.chunking.withheld import LogitsWithheld
 from remat.compiled import joint as joint_module
-from remat.compiled import partitioner
+from remat.compiled import partitioner, peak
 from remat.compiled.asked import CompileArguments
 from remat.compiled.joint import Joint, Value, joint_of, late_sums
 from remat.compiled.losses import in_chunks
@@ -1151,7 +1151,7 @@ def test_backward_draws_again_in_the_way_of_each_kernel_of_its_forward(monkeypat
     model.zero_grad()
     assert torch.equal(gradients(model, products_and_sums, x), expected)
     assert ways == [{False, True}] and redrawn[0]
-    monkeypatch.setattr(partitioner, "draw_again", lambda backward, ways: None)
+    monkeypatch.setattr(peak, "drawn_otherwise", lambda *ways: {})
     model.zero_grad()
     assert distance(gradients(model, products_and_sums, x), expected) > 0.01
 
