@@ -150,7 +150,7 @@ def test_on_the_cpu_the_measured_curve_is_drawn_beside(remat: Remat) -> None:
         (("fit", *MODEL, "--budget", "72MiB", "--max-batch", "--batch-size", "2"), "--batch-size is chosen by fit"),
         (("fit", "--model", "gpt2", "--budget", "8GiB", "--max-seq", "--seq-len", "64"), "--seq-len is found by"),
         (("estimate", "--parameters", "many"), "is not a number of things"),
-        (("estimate", "--parameters", "7B", "--batch-size", "2"), "needs a model"),
+        (("estimate", "--parameters", "7B", "--batch-size", "2"), "--batch-size does not go with --parameters"),
         (("estimate", "--parameters", "7B", "--shard", "zero9", "--ranks", "2"), "'zero9' is not known"),
         (("estimate", "--parameters", "7B", "--shard", "zero3"), "say how many with --ranks"),
         (("estimate", *MODEL, "--optimizer", "adamw:slow"), "the form 'slow' is not known"),

@@ -204,6 +204,7 @@ def files_below(step: Callable[[], object]) -> set[str]:
     return files
 
 
+@pytest.mark.filterwarnings("ignore:hooks on saved tensors")
 def test_a_plan_that_is_applied_stands_in_the_stacks_of_what_the_forward_makes(planned: Planned) -> None:
     """The frames that the doctor looks for exist: the executor's files, under their names."""
     names: dict[str, Any] = {}

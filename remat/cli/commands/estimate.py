@@ -98,9 +98,7 @@ def _states(count: int, source: SourceOptions) -> Answer:
 
     other = [name for name in source.given if name not in ("optimizer", "dtype", "ranks", "shard", "target")]
     if other:
-        name = other[0].replace("_", "-")
-        said = "is another way to say which model" if name in ("model", "trainer") else "is for a model that is given"
-        raise UsageError(f"--{name} {said}: leave it out, or --parameters.")
+        raise UsageError(f"--{other[0].replace('_', '-')} does not go with --parameters: leave one of the two out.")
     named = optimizer_named(source.optimizer or "adamw")
     dtype, optimizer = weights_and_optimizer(source.dtype or "fp32", named)  # type: ignore[arg-type]
     loop = TrainingLoop(ranks=source.ranks or 1, shard=source.shard)  # type: ignore[arg-type]
