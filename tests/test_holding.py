@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import remat
 from remat.costing.device_allocator import measure_peak
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
@@ -41,6 +42,7 @@ from remat.units import gib
 from remat.validation.training import Training, undisturbed
 from remat.validation.validating import validate
 from remat.workload.training_loop import Holds, TrainingLoop
+from remat.workload.workload import Workload
 from tests.cached import cached
 from tests.command_line import Remat
 from tests.studies import micro_batches
@@ -392,6 +394,27 @@ def test_outputs_that_a_function_holds_through_backward_are_told_with_the_peak_t
     over = there + measure_peak(lambda: train(3), CPU)
     assert over == planned("loss").predicted["backward_peak_bytes"] + LOGITS > planned("loss").budget_bytes
     assert f"the peak may reach {gib(over)}," in str(seen[0].message)
+
+
+def test_outputs_that_a_loss_outside_of_the_model_needs_anyway_are_not_counted_twice() -> None:
+    workload = Workload(
+        "mse",
+        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)), nn.Linear(64, 1024)),
+        lambda samples, _: torch.randn(samples, 64),
+        lambda model, batch: model(batch).square().mean(),
+        batch_size=64,
+    )
+    plan = remat.plan(workload, budget="1GiB", target="cpu")
+    assert plan.predicted["backward_peak_bytes"] < plan.predicted["peak_bytes"]
+    model = apply(workload.build(), dataclasses.replace(plan, budget_bytes=plan.predicted["peak_bytes"]))
+    for _ in range(3):
+
+        def train() -> None:
+            outputs = model(torch.randn(64, 64))
+            outputs.square().mean().backward()
+            model.zero_grad()
+
+        train()  # the loss saves its input, so the outputs are there at the peak
 
 
 def test_an_evaluation_between_two_steps_hides_nothing() -> None:

@@ -319,6 +319,19 @@ def test_who_reads_a_weight_outside_of_a_step_gets_no_number_and_who_writes_an_e
         gradients(model)
 
 
+def test_weights_whose_change_was_told_come_and_go_once_it_is_undone() -> None:
+    model: Any = on_host(frozen(), plan_for(FROZEN))
+    expected = gradients(model)
+    weight = model.layers[1].up.weight.requires_grad_(True)
+    with warnings.catch_warnings(), pytest.raises(UsageError, match="set it back to False"):
+        warnings.simplefilter("ignore")
+        gradients(model)
+    weight.requires_grad_(False)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(BATCHES[0][0]), frozen().to(DEVICE).eval()(BATCHES[0][0]))
+    assert all(map(torch.equal, gradients(model.train()), expected))
+
+
 @pytest.mark.parametrize("made", [copy.deepcopy, pickle.dumps])
 def test_no_copy_of_a_model_has_weights_that_are_no_numbers(made: Callable[[Any], Any]) -> None:
     with pytest.raises(UsageError, match=r"neither copied nor pickled: save its `state_dict\(\)`"):
@@ -347,6 +360,8 @@ def test_a_weight_that_is_changed_on_the_host_is_told_in_the_next_step(
         warnings.simplefilter("ignore")  # of more parameters that require gradients
         with pytest.raises(UsageError, match=match):
             gradients(model)
+    bring_weights_back(remat.remove(model))
+    assert not any(weight.isnan().any() for weight in model.parameters())
 
 
 @pytest.mark.any_device

@@ -60,6 +60,7 @@ def saved_tensors_are_hooked() -> bool:
 def own_saved_tensor_hook() -> str | None:
     """Name the function of a user that packs saved tensors; None without one. Those of torch keep all values."""
     packs = (_saved_tensor_hooks() or (None,))[0]
+    packs = getattr(packs, "func", packs)  # of functools.partial
     home = getattr(packs, "__module__", None) or ""
     is_known = packs is None or home.partition(".")[0] in ("torch", "remat")
     return None if is_known else getattr(packs, "__qualname__", type(packs).__name__)

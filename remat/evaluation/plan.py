@@ -149,7 +149,7 @@ class Prediction(TypedDict, total=False):
     peak_bytes            of the replay, or of the evaluator if it was not replayed: `judged_by` says which
     evaluator_peak_bytes  the evaluator's peak if it differs, as for modules
     peak_at               the operator, for a person
-    backward_peak_bytes   the most once forward has ended
+    backward_peak_bytes   the most from the first operator on that goes back through the model
     step_time_us          including recomputation: the device's or the host's time, whichever is longer
     recompute_time_us     the device's time for recomputation, a part of it
     overhead              time that the plan adds, over the step without one

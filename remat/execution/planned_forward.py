@@ -114,6 +114,11 @@ UNPADDED_BATCH = (
 )
 
 
+def _largest_of(sizes: Mapping[str, int]) -> str:
+    largest = sorted(sizes, key=lambda name: -sizes[name])
+    return ", ".join(f"`{name}` {gib(sizes[name])}" for name in largest[:3]) + (", ..." if largest[3:] else "")
+
+
 class _FirstGradient:
     """A hook on a parameter of a planned model; it waits for the first gradient."""
 
@@ -671,7 +676,8 @@ class PlannedForward(UnderPlan):
             return grown
         if (masked := self._masked(graph_module)) is not None:
             return masked
-        if any(not leaf.numel() for leaf in tree_leaves(self._arguments) if isinstance(leaf, torch.Tensor)):
+        planned, given = self._now.forward.elements, element_counts(named_tensors(self.original, *self._arguments))
+        if any(not given.get(name, 1) for name, count in planned.items() if count):
             return "this batch has no rows, for which Dynamo traces another graph: leave it out"
         if checkpoints_itself(self.model):
             return "turn gradient_checkpointing off in this model, the plan decides what is recomputed, or plan with it"
@@ -770,7 +776,8 @@ class PlannedForward(UnderPlan):
 
     def _note_outputs(self, outputs: Any, args: Any, kwargs: Any) -> None:
         if "held" not in self._warned:
-            self._last_outputs.note(outputs, (args, kwargs))
+            peak = self.plan.predicted.get("backward_peak_bytes", self.plan.predicted["peak_bytes"])
+            self._last_outputs.note(outputs, (args, kwargs), peak, self.plan.budget_bytes)
 
     def _compare_loop(self) -> None:
         """Warn if the last step left something behind that the planned loop does not keep."""
@@ -902,32 +909,45 @@ class PlannedForward(UnderPlan):
             self._not_as_planned("optimizer", text, frames=8)
 
     def _note_kept(self) -> None:
-        """Note the outputs that the loop holds as a backward has ended, and that no plan counts there."""
-        if "held" not in self._warned and not TrainingLoop.of(self.plan.about).holds_outputs:
+        """Note the outputs that the loop holds as a backward has ended, and that no plan counts there.
+
+        A step that differentiates inside, or in several passes, may hold the outputs of its own forwards.
+        """
+        about = self.plan.about
+        if not ("held" in self._warned or PASSES in about or DIFFERENTIATES in about or self._declares_outputs):
             self._last_outputs.backward_ends(self.model)
 
+    @property
+    def _declares_outputs(self) -> bool:
+        return TrainingLoop.of(self.plan.about).holds_outputs or any(each.ended for each in self.forwards.planned)
+
     def _compare_held(self, declared: bool) -> None:
-        peak, through = self.plan.predicted["peak_bytes"], self._last_outputs.kept_through_backward()
-        if sizes := self._last_outputs.alive(self.model, but_last=declared):
-            which = "forwards before the last" if declared else "the last forward"
-            said = f"outputs of {which} are still held as the next begins"
-        else:
-            sizes, said = through, "outputs were held until the last backward had ended"
-            peak = self.plan.predicted.get("backward_peak_bytes", peak)
+        peak, budget = self.plan.predicted["peak_bytes"], self.plan.budget_bytes
+        reached, through = self._last_outputs.kept_through_backward()
+        sizes = self._last_outputs.alive(self.model, but_last=declared)
         held_bytes = sum(sizes.values())
-        if held_bytes < SMALL_CHANGE * peak or peak + held_bytes <= self.plan.budget_bytes:
-            return
-        largest = sorted(sizes, key=lambda name: -sizes[name])
-        named = ", ".join(f"`{name}` {gib(sizes[name])}" for name in largest[:3]) + (", ..." if largest[3:] else "")
-        remedy = "" if declared else ', or make a plan for a loop that holds them (`holds="outputs"`)'
-        self._not_as_planned(
-            "held",
-            f"{gib(held_bytes)} of {said} ({named}): the peak may reach {gib(peak + held_bytes)}, and exceed the "
-            f"budget of {gib(self.plan.budget_bytes)}. Let go of them before backward (`del` the names that hold "
-            f"them){remedy}.",
-            frames=7,
-        )
-        self._last_outputs.forget()
+        remedy = "let go of them before backward (`del` the names that hold them)"
+        if not declared:
+            remedy = f'make a plan for a loop that holds them (`holds="outputs"`), or {remedy}'
+        if held_bytes >= SMALL_CHANGE * peak and peak + held_bytes > budget:
+            which = "forwards before the last" if declared else "the last forward"
+            self._not_as_planned(
+                "held",
+                f"{gib(held_bytes)} of outputs of {which} are still held as the next begins ({_largest_of(sizes)}): "
+                f"the peak may reach {gib(peak + held_bytes)}, and exceed the budget of {gib(budget)}. To keep it, "
+                f"{remedy}.",
+                frames=7,
+            )
+            self._last_outputs.forget()
+        elif (kept_bytes := sum(through.values())) >= SMALL_CHANGE * peak:
+            self._warn(
+                "held",
+                f"{gib(kept_bytes)} of outputs were held until the last backward had ended ({_largest_of(through)}), "
+                "longer than the plan counts them: the peak may reach "
+                f"{gib(reached)}, and exceed the budget of {gib(budget)}. To keep it, {remedy}.",
+                frames=6,
+            )
+            self._last_outputs.forget()
 
     def _compare_trainable(self, frames: int = 10) -> None:
         planned = self.plan.about.get("trainable_count")

@@ -178,7 +178,6 @@ class _LayerWeights:
         self._arriving: list[Copy] | None = None
         self._hooks: list[Any] = []
         self._memory: list[Tensor] = []
-        self._is_shown = True
         self.is_here = False
         for weight, offset in zip(layer.weights, self._offsets, strict=False):
             memory = weight.detach()
@@ -227,27 +226,25 @@ class _LayerWeights:
     # What the parameters are (Rule 5)
 
     def show(self) -> None:
-        """Let the parameters refer to that memory. Raises UsageError where a user gave them another since."""
-        if not self._is_shown:
-            self._require_hidden()
+        """Let the parameters refer to that memory."""
         self._set(self._memory)
-        self._is_shown = True
 
     def hide(self) -> None:
         """Fill the parameters with NaN that cannot be written to."""
         self._set(_no_number(memory.dtype, memory.device).expand(memory.shape) for memory in self._memory)
-        self._is_shown = False
 
-    def _require_hidden(self) -> None:
+    def require_hidden(self) -> None:
+        """Raise UsageError where a user changed a weight since it was hidden."""
         for weight, memory in zip(self.layer.weights, self._memory, strict=True):
             is_hidden = weight.dtype == memory.dtype and weight.untyped_storage().nbytes() == memory.element_size()
             if is_hidden and not weight.requires_grad:
                 continue
             names = {id(p): name for name, p in self.layer.module.named_parameters()}
-            by = "`weight.data = ...`, or by a conversion of the model (`.to`, `.bfloat16()`)"
+            undo = "set it back to False, or take" if is_hidden else "that is lost. Take"
+            by = "`requires_grad_()`" if is_hidden else "`weight.data = ...` or a conversion (`.to`, `.bfloat16()`)"
             raise UsageError(
-                f"{self.layer.path}.{names.get(id(weight), 'a weight')} was changed while it is on the host, by "
-                f"{'`requires_grad_()`' if is_hidden else by}: take the plan out and bring the weights back first "
+                f"{self.layer.path}.{names.get(id(weight), 'a weight')} was changed while it is on the host, by {by}: "
+                f"{undo} the plan out and bring the weights back before they are changed "
                 "(`remat.bring_weights_back(remat.remove(model))`)."
             )
 
@@ -468,6 +465,9 @@ class HostWeights:
                 "weights that the plan of this model counts on being on the host were brought back: take the plan out "
                 "(`remat.remove`), or bring them there and apply it again."
             )
+        for number, moved in enumerate(self._moved):
+            if number not in self._shown:
+                moved.require_hidden()
         self._ends_with_backward = False
         while self._around:
             self._around.pop().remove()
@@ -508,6 +508,8 @@ class HostWeights:
                 f"the weights of {self.layers[number].path} are on the host, and come back in backward only where a "
                 "plan runs: apply the plan, call model.train() before training, and evaluate under torch.no_grad()."
             )
+        if number not in self._shown:
+            self._moved[number].require_hidden()
         self.use(number)
 
     def _after(self, number: int, module: nn.Module, args: Any, value: Any) -> None:

@@ -95,10 +95,7 @@ def _made(
 
     options = for_data(workload, options)
     loop = holding(loop_of(trainer), options)
-    try:
-        inspect.signature(plan).bind(workload, budget=budget, target=target, loop=loop, **options)
-    except TypeError as error:
-        raise UsageError(f"RematCallback: {error}; its options are those of `remat.plan`, and `holds=`.") from None
+    require_options(options)
     tell(trainer, f"planning the step of {workload.name} within {budget}, once")
     started = time.monotonic()
     made = plan(workload, budget=budget, target=target, loop=loop, **options)
@@ -120,6 +117,16 @@ def for_data(workload: Workload, options: dict[str, Any]) -> dict[str, Any]:
     if "lengths" not in options:
         return {**options}
     return {**options, "lengths": [length for length in options["lengths"] if length < (workload.seq_len or 0)]}
+
+
+def require_options(options: dict[str, Any]) -> None:
+    """Raise UsageError for an option that `remat.plan` does not take."""
+    from remat.planning.planner import plan
+
+    try:
+        inspect.signature(plan).bind_partial(**options)
+    except TypeError as error:
+        raise UsageError(f"RematCallback: {error}; its options are those of `remat.plan`, and `holds=`.") from None
 
 
 def holding(loop: TrainingLoop, options: dict[str, Any]) -> TrainingLoop:

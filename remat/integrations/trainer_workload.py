@@ -47,6 +47,7 @@ from remat.capture.copies import copied
 from remat.capture.model_state import generators_kept
 from remat.errors import UsageError
 from remat.execution.planned_forward import checkpoints_itself
+from remat.host.weights import weights_on_host
 from remat.integrations.generated_batches import GeneratedBatches, makes_batches, refuse_unknown_batches, reward_models
 from remat.integrations.modules_around import around, tensors_around
 from remat.integrations.one_process import one_process
@@ -185,6 +186,8 @@ def _copied(model: nn.Module, *, checkpoints: bool = True) -> nn.Module:
     """
     on_meta = torch.get_default_device().type == "meta"
     memo: dict[int, Any] = {}
+    if (on_host := weights_on_host(model)) is not None:
+        memo[id(on_host)] = on_host  # which no copy has a part in
     if on_meta:
         for tensor in (*model.parameters(), *model.buffers()):
             bare = _on_meta(tensor)

@@ -20,6 +20,7 @@ import contextlib
 import inspect
 import os
 import types
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from remat.errors import UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, has_plan, planned_forward, remove
 from remat.execution.planned_forward import OnLarger
+from remat.host.weights import weights_on_host
 from remat.integrations.settings import (
     optimizer_as_planned,
     outputs_in_fp32,
@@ -50,6 +52,7 @@ from remat.integrations.trainer_workload import (
     turn_off_checkpointing,
     workload_of,
 )
+from remat.units import gib
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
@@ -148,10 +151,14 @@ class RematCallback(TrainerCallback):
         from remat.integrations.planned_trainer import plan_of, tell
 
         trainer = self._trainer()
-        asks = id(trainer), args.to_json_string()
+        asks = weakref.ref(trainer), args.to_json_string()
         if has_plan(model):
-            if planned_forward(model).plan == self.plan and (self._budget is None or self._made_for == asks):
+            there = planned_forward(model).plan
+            if there == self.plan and (self._budget is None or self._made_for == asks):
                 optimizer_as_planned(self.plan, kwargs.get("optimizer"))
+                return
+            if weights_on_host(model) is not None:  # which no copy for planning has
+                tell(trainer, f"weights of this model are on the host: its plan for {gib(there.budget_bytes)} stays")
                 return
             with beneath_autocast(model, trainer.accelerator):
                 remove(model)
@@ -179,11 +186,12 @@ class RematCallback(TrainerCallback):
             raise UsageError(
                 "RematCallback(compile=True) plans in the first step, on the machine that trains: no plan is known yet."
             )
-        from remat.integrations.planned_trainer import for_data, holding
+        from remat.integrations.planned_trainer import for_data, holding, require_options
         from remat.planning.planner import plan
 
         options = for_data(workload, self._options)
         loop = holding(loop, options)
+        require_options(options)
         return self.plan or plan(workload, budget=self._budget or "auto", target=target, loop=loop, **options)
 
     def on_train_end(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from remat.evaluation.breakdown import at_peak
+from remat.evaluation.evaluator import Curve
 from remat.evaluation.form import LEFT_WHOLE, SLICED_OVERHEAD, WHOLE_LOSS_OVERHEAD
-from remat.evaluation.graph import CALLED_MODULES
+from remat.evaluation.graph import CALLED_MODULES, OUTSIDE, Graph
 from remat.evaluation.plan import Plan, Prediction, Proof, to_refs
 from remat.offloading.refs import to_offload_refs
 from remat.planning.layers_on_host import pinned_bytes, wait_us
@@ -61,6 +64,17 @@ def assemble(study: Study, found: FoundPlan, budget_bytes: int, predicted: Predi
     )
 
 
+def _peak_of_backward(graph: Graph, curve: Curve) -> int:
+    """Return the most bytes from the first operator on that goes back through a captured graph.
+
+    Before it runs the backward of a loss outside of the model, which may need the model's outputs.
+    """
+    calls = np.array([node.call for node in graph.nodes])
+    within = (curve.op >= graph.forward_end) & (calls[graph.op_node[curve.op]] != OUTSIDE)
+    begin = int(within.argmax()) if within.any() else graph.forward_end
+    return int(curve.alive_bytes[begin:].max())
+
+
 def _about(study: Study, found: FoundPlan) -> dict[str, Any]:
     about = {name: value for name, value in found.at.profile.graph.about.items() if name != CALLED_MODULES}
     reasons = study.forms.left_whole if study.forms is not None else []
@@ -100,7 +114,7 @@ def predict(study: Study, found: FoundPlan) -> Prediction:
     predicted: Prediction = {
         "peak_bytes": peak_bytes,
         "peak_at": where(graph, int(curve.op[curve.peak_at])),
-        "backward_peak_bytes": int(curve.alive_bytes[graph.forward_end :].max()) + peak_bytes - curve.peak_bytes,
+        "backward_peak_bytes": peak_bytes - curve.peak_bytes + _peak_of_backward(graph, curve),
         "step_time_us": step_us,
         "recompute_time_us": recompute_us,
         "overhead": (step_us - plain_us) / plain_us if plain_us else 0.0,

@@ -83,12 +83,17 @@ class LastOutputs:
     """The outputs of a model's last forwards, as far as they are kept."""
 
     def __init__(self) -> None:
-        self._through: dict[str, int] = {}  # by name, of those that were kept through a backward
+        self._through: tuple[int, dict[str, int]] = 0, {}  # see `kept_through_backward`
+        self._peak = self._budget = 0
         self._forwards: list[list[_Output]] = []
         self._collections = COLLECTIONS
 
-    def note(self, outputs: Any, given: Any) -> None:
-        """Note that a forward has returned `outputs`, without those that it was `given`, which its caller owns."""
+    def note(self, outputs: Any, given: Any, peak_bytes: int = 0, budget_bytes: int = 0) -> None:
+        """Note that a forward has returned `outputs`, without those that it was `given`, which its caller owns.
+
+        peak_bytes  of its backward, without them        budget_bytes  of the step
+        """
+        self._peak, self._budget = peak_bytes, budget_bytes
         known = set(_addresses(tree_leaves(given)))
         found = []
         for name, tensor in output_tensors(outputs):
@@ -113,14 +118,19 @@ class LastOutputs:
         return sizes
 
     def backward_ends(self, model: nn.Module) -> None:
-        """Note what is kept as a backward has ended, which has let go of all that it needed itself."""
-        sizes = self.alive(model)
-        if sum(sizes.values()) > sum(self._through.values()):
-            self._through = sizes
+        """Note what is kept as a backward has ended, if there was no room for it."""
+        if self._peak + sum(output.size_bytes for found in self._forwards for output in found) <= self._budget:
+            return
+        sizes = self._sizes(model, but_last=False)
+        if (reached := self._peak + sum(sizes.values())) > max(self._budget, self._through[0]):
+            self._through = reached, sizes
 
-    def kept_through_backward(self) -> dict[str, int]:
-        """Return the bytes by name of outputs that were kept until a backward had ended since this was last asked."""
-        found, self._through = self._through, {}
+    def kept_through_backward(self) -> tuple[int, dict[str, int]]:
+        """Return the peak with the outputs that were kept until a backward had ended, and their bytes by name.
+
+        Of backwards since the last call; 0 and none where they kept the budget.
+        """
+        found, self._through = self._through, (0, {})
         return found
 
     def _sizes(self, model: nn.Module, but_last: bool) -> dict[str, int]:

@@ -40,6 +40,7 @@ class _BackwardSeen:
     making_graph: bool = False
     in_autocast: bool = False
     any: bool = False
+    is_awaited: bool = False  # the end of a backward, to call `when_over`
     when_over: Callable[[], Callable[[], None] | None] = _nobody
 
 
@@ -51,8 +52,10 @@ class _Hook:
 
     def __call__(self, gradients: Any) -> None:
         self._seen.any = True
-        if not torch.is_grad_enabled() and not keeps_graph() and (when_over := self._seen.when_over()) is not None:
-            when_backward_ends(when_over)
+        if not (self._seen.is_awaited or torch.is_grad_enabled() or keeps_graph()):
+            self._seen.is_awaited = True
+            if (when_over := self._seen.when_over()) is not None:
+                when_backward_ends(when_over)
         self._seen.last = self._seen.last or not torch.is_grad_enabled()
         self._seen.making_graph = self._seen.making_graph or torch.is_grad_enabled()
         self._seen.kept = self._seen.kept or (keeps_graph() and not torch.is_grad_enabled())
