@@ -407,14 +407,14 @@ def test_outputs_that_a_loss_outside_of_the_model_needs_anyway_are_not_counted_t
     plan = remat.plan(workload, budget="1GiB", target="cpu")
     assert plan.predicted["backward_peak_bytes"] < plan.predicted["peak_bytes"]
     model = apply(workload.build(), dataclasses.replace(plan, budget_bytes=plan.predicted["peak_bytes"]))
+
+    def train() -> None:
+        outputs = model(torch.randn(64, 64))
+        outputs.square().mean().backward()  # which saves its input, so the outputs are there at the peak
+        model.zero_grad()
+
     for _ in range(3):
-
-        def train() -> None:
-            outputs = model(torch.randn(64, 64))
-            outputs.square().mean().backward()
-            model.zero_grad()
-
-        train()  # the loss saves its input, so the outputs are there at the peak
+        train()
 
 
 def test_an_evaluation_between_two_steps_hides_nothing() -> None:

@@ -133,7 +133,7 @@ ROOMY, QUIET = ("plan", *STEP, "--budget", "80GiB"), (*PLAN, "--quiet")
 
 @pytest.fixture(scope="module")
 def screens(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], str]:
-    """What each command draws."""
+    """Draw the screens of all commands, in one process."""
     commands = (*SCREENS, ROOMY, QUIET)
     return dict(zip(commands, on_terminal(*commands, cwd=tmp_path_factory.mktemp("screens")), strict=True))
 

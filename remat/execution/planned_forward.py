@@ -598,8 +598,12 @@ class PlannedForward(UnderPlan):
         self._compare_parameters(self.model)
         self._compare_device(frames=8)
 
+    @property
+    def _device_type(self) -> str:
+        return next((p.device.type for p in self.model.parameters()), "cpu")
+
     def _compare_device(self, frames: int) -> None:
-        device = next((p.device.type for p in self.model.parameters()), "cpu")
+        device = self._device_type
         if self.plan.target == "cpu" != device:
             self._not_as_planned(
                 "device",
@@ -737,7 +741,7 @@ class PlannedForward(UnderPlan):
             raise PlanMismatch(f"the plan is for parameters of {planned}, this model has {found}.")
 
     def _compare_autocast(self) -> None:
-        device = next((p.device.type for p in self.model.parameters()), "cpu")
+        device = self._device_type
         enabled, planned = torch.is_autocast_enabled(device), self._now.forward.autocast
         autocast = _name(torch.get_autocast_dtype(device)) if enabled else None
         if autocast != planned:
