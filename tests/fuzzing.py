@@ -43,7 +43,7 @@ from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import CAPTURED_FORM, Form
 from remat.evaluation.graph import Graph, OpKind
 from remat.evaluation.plan import Offload, Region, to_refs
-from remat.execution.apply import apply, planned_forward
+from remat.execution.apply import apply
 from remat.execution.eager.replay import replay
 from remat.host.copies import Copies
 from remat.offloading.refs import to_offload_refs
@@ -56,7 +56,7 @@ from remat.workload.workload import Workload
 from tests.devices import DEVICE, SCHEDULES, streams
 from tests.offloads import random_offloads
 from tests.random_models import recipe, regions, workload_of
-from tests.toys import plan_by_hand
+from tests.toys import plan_by_hand, planned_graphs
 
 SAMPLES = 16
 STEPS = 2
@@ -135,7 +135,7 @@ class Subject:
         if copies is not None:
             offloads = random_offloads(draw, Timeline(self.memory, chosen, np.ones(self.graph.op_count)))
         refs = to_offload_refs(self.memory, chosen, offloads)
-        planned = planned_forward(self.model)
+        planned = planned_graphs(self.model)
         planned.plan = dataclasses.replace(plan_by_hand(self.graph, chosen), offloads=refs)
         planned.copies = copies
         self.model.load_state_dict(self.state)
@@ -147,7 +147,7 @@ class Subject:
         if (counts.regions, counts.recomputed_nodes) != tuple(steps * count for count in wanted):
             failures.append(f"entered {counts.regions}, recomputed {counts.recomputed_nodes}, planned {wanted}")
         row = {"regions": counts.regions, "recomputed": counts.recomputed_nodes, "offloads": len(refs)}
-        if (offloader := planned.calls.offloader) is not None and offloader.counts.out != steps * len(refs):
+        if (offloader := planned.offloader) is not None and offloader.counts.out != steps * len(refs):
             failures.append(f"{offloader.counts.out} went to the host, planned {steps * len(refs)}")
         predicted, difference = self._predicted(chosen, offloads)
         failures += difference

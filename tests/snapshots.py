@@ -21,7 +21,7 @@ from remat.reservation.fragmentation import footprint
 Stack = Sequence[tuple[str, int, str]]
 PLANNED: Stack = (
     ("/site-packages/torch/nn/functional.py", 7, "linear"),
-    ("/site-packages/remat/execution/planned_forward.py", 90, "forward"),
+    ("/site-packages/remat/execution/eager/planned_graphs.py", 90, "forward"),
     ("/home/me/train.py", 12, "step"),
 )
 UNPLANNED: Stack = (("/site-packages/torch/nn/functional.py", 7, "linear"), ("/home/me/train.py", 12, "step"))

@@ -26,10 +26,10 @@ from remat import models
 from remat.errors import CaptureError, PlanMismatch, UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Plan, Region, to_refs
-from remat.execution.apply import apply, counts_of, planned_forward, remove
+from remat.execution.apply import apply, counts_of, remove
+from remat.execution.eager.planned_graphs import MANY_SURROUNDINGS
 from remat.execution.eager.replay import replay
 from remat.execution.eager.rewritten_calls import RewrittenCalls
-from remat.execution.planned_forward import MANY_SURROUNDINGS
 from remat.execution.surroundings import Surroundings
 from remat.formulation.search_space import blocks, find_space
 from remat.recording.fake_step import FakeStep, autocast_context
@@ -49,6 +49,7 @@ from tests.toys import (
     every_block,
     nested,
     plan_by_hand,
+    planned_graphs,
     recorded,
 )
 
@@ -200,7 +201,7 @@ def test_what_tracing_leaves_behind_is_gone_before_backward(
     """Cycles of Dynamo's may hold activations: a forward that was traced ends with their collection, no other does."""
     collected: list[int] = []
     monkeypatch.setattr(
-        "remat.execution.planned_forward.gc", types.SimpleNamespace(collect=lambda: collected.append(1))
+        "remat.execution.eager.planned_graphs.gc", types.SimpleNamespace(collect=lambda: collected.append(1))
     )
     batch = batch_of(TRANSFORMER)
     loss = planned(*batch)
@@ -372,8 +373,8 @@ def test_surroundings_that_change_in_every_step_are_told_and_let_go(
         step()
     for _ in range(MANY_SURROUNDINGS):
         step()
-    assert len(planned_forward(planned)._graphs) <= MANY_SURROUNDINGS
-    assert len(planned_forward(planned)._fitting) <= MANY_SURROUNDINGS
+    assert len(planned_graphs(planned)._graphs) <= MANY_SURROUNDINGS
+    assert len(planned_graphs(planned)._fitting) <= MANY_SURROUNDINGS
 
 
 def test_other_kernels_of_attention_are_held_against_the_plan() -> None:

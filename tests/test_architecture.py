@@ -87,11 +87,12 @@ TORCH_FREE_MODULES = (
     "remat.shown",
     "remat.streams",
     "remat.units",
+    "remat.warn",
     "remat.workload.target",
     "remat.workload.training_loop",
 )
 DOOR = "remat._torch"
-KNOWN_TO_ALL = {"remat", "remat.errors", "remat.files", "remat.shown", "remat.streams", "remat.units"}
+KNOWN_TO_ALL = {"remat", "remat.errors", "remat.files", "remat.shown", "remat.streams", "remat.units", "remat.warn"}
 
 # Private names of torch that stand outside the door, and why.
 TORCH_SAYS = {

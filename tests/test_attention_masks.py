@@ -20,6 +20,7 @@ from remat.cli.model_spec import ModelSpec, text_workload_of
 from remat.errors import CaptureError, PlanMismatch, UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, counts_of, planned_forward
+from remat.execution.eager.planned_graphs import PlannedGraphs
 from remat.models.common import padded
 from remat.validation.kernel_log import KernelLog, kernel_differences
 from remat.validation.validating import validate
@@ -364,8 +365,9 @@ def test_transformers_is_as_it_was_while_a_planned_forward_is_traced_and_run(mon
 
     model = apply(built("llama"), plan_of_family("llama"))
     planned = planned_forward(model)
-    for method in ("_graph_mismatch", "_note_outputs"):  # before the graph runs, and after the forward
-        monkeypatch.setattr(planned, method, functools.partial(looked, getattr(planned, method)))
+    assert isinstance(planned, PlannedGraphs)
+    for judge, method in ((planned._judge, "mismatch"), (planned.loop, "returned")):  # before a graph, after a forward
+        monkeypatch.setattr(judge, method, functools.partial(looked, getattr(judge, method)))
     trained(model, batch_of("llama", "ones"))
     assert seen == [{}, {}]
     assert counts_of(model).regions == 2

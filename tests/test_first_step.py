@@ -52,6 +52,7 @@ from tests.toys import (
     graph_of,
     plan_by_hand,
     plan_for,
+    planned_graphs,
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
@@ -372,7 +373,7 @@ def test_a_step_may_take_its_batch_apart() -> None:
 
 def test_it_costs_one_forward_and_once() -> None:
     model, run = planned(TRANSFORMER, "every-block")
-    forward, untouched = planned_forward(model), list[int]()
+    forward, untouched = planned_graphs(model), list[int]()
     alone = forward._untouched
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -575,10 +576,10 @@ def test_the_first_step_keeps_the_budget() -> None:
 def test_the_untouched_forward_needs_what_is_predicted() -> None:
     """Names of Python's functions hold more than the trace does; `LOCALS` has room for that."""
     model, run = planned(LARGER, "every-block")
-    forward, first_step = planned_forward(model), planned_forward(model).first_step
+    first_step = planned_forward(model).first_step
     batch = LARGER.batch(LARGER.batch_size, LARGER.seq_len)
     step(model, run, LARGER)
-    rise = measure_peak(lambda: first_step._prepared(forward._alone, (batch, {})), CPU)
+    rise = measure_peak(lambda: first_step._prepared(planned_forward(model).original, (batch, {})), CPU)
     predicted = graph_of(LARGER).about[FORWARD_ALONE]
     assert 0.9 * predicted <= rise - sum(t.nbytes for t in batch) <= LOCALS * predicted
 

@@ -18,7 +18,7 @@ from remat.costing.device_allocator import measure_peak
 from remat.errors import PlanMismatch, UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, counts_of, has_plan, planned_forward, remove
-from remat.execution.planned_forward import OnLarger
+from remat.execution.reports import OnLarger
 from remat.models import gpt2
 from remat.validation.training import Training, release_libraries
 from remat.workload.training_loop import TrainingLoop

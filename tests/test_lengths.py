@@ -21,8 +21,8 @@ from remat.costing.planning_device import find_planning_device
 from remat.errors import NoPlanInTime, UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.apply import counts_of, planned_forward
+from remat.execution.eager.planned_graphs import PlannedGraphs
 from remat.execution.forwards import holds
-from remat.execution.planned_forward import PlannedForward
 from remat.planning.planner import studied
 from remat.planning.request import PlanRequest
 from remat.planning.shorter import with_shorter
@@ -30,7 +30,7 @@ from remat.workload.workload import Workload
 from tests.cached import cached
 from tests.command_line import Remat
 from tests.test_fitting import WIDE
-from tests.toys import CONVNET, CPU
+from tests.toys import CONVNET, CPU, planned_graphs
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
@@ -55,7 +55,7 @@ def planned() -> Plan:
 def ran(model: nn.Module) -> list[int]:
     """How many regions were entered, by plan, shortest first."""
     main = planned_forward(model)
-    return [each.calls.counts.regions for each in (*main.shorter, main)]
+    return [each.counts.regions for each in (*main.shorter, main)]
 
 
 def steps(model: nn.Module, lengths: tuple[int, ...], workload: Workload = TEXT) -> list[torch.Tensor]:
@@ -174,8 +174,8 @@ def test_a_batch_that_no_plan_holds_warns_once() -> None:
 def test_copies_and_pickles_keep_all_plans(again: Any) -> None:
     model = again(remat.apply(built(), planned()))
     assert all(map(torch.equal, steps(model, (32, 8)), steps(built(), (32, 8))))
-    main = planned_forward(model)
-    assert [isinstance(each, PlannedForward) and each.main is main for each in main.shorter] == [True, True]
+    main = planned_graphs(model)
+    assert [isinstance(each, PlannedGraphs) and each.main is main for each in main.shorter] == [True, True]
 
 
 def test_an_evaluation_interrupts_the_measurement_of_every_plan() -> None:

@@ -63,7 +63,7 @@ from tests.graphs import spaces, toy_graph, toys
 from tests.offloads import FAULTS, Fault, LateCopies, late_copies, random_offloads
 from tests.oracle import every_plan
 from tests.studies import compared
-from tests.toys import CHOICES, SHORT, WORKLOADS, plan_by_hand, recorded, tokens
+from tests.toys import CHOICES, SHORT, WORKLOADS, plan_by_hand, planned_graphs, recorded, tokens
 from tests.toys import every_block as every_block_of
 from tests.toys import step as step_of
 
@@ -190,7 +190,7 @@ def offloading_all(
     torch.manual_seed(0)
     plain = SHORT.build().to(DEVICE)
     planned = apply(copy.deepcopy(plain), made, **options)
-    planned_forward(planned).copies = copies
+    planned_graphs(planned).copies = copies
     planned_forward(planned).watch(observe=False)
     return plain, planned, made
 
@@ -251,7 +251,7 @@ def test_gradients_are_bitwise_however_late_copies_are(name: str, choice: str) -
     for _ in range(2):
         for left, right in zip(trained(plain, STEPS[name]), trained(planned, STEPS[name]), strict=True):
             assert torch.equal(left, right)
-    offloader = planned_forward(planned).calls.offloader
+    offloader = planned_forward(planned).offloader
     assert offloader is not None and offloader.counts.out >= 2 * len(made.offloads) > 0
 
 
@@ -330,7 +330,7 @@ def offloading(build: Callable[[], nn.Module], copies: Copies | None) -> tuple[n
     torch.manual_seed(0)
     plain = build().train().to(DEVICE)
     planned = apply(copy.deepcopy(plain), made)
-    planned_forward(planned).copies = copies
+    planned_graphs(planned).copies = copies
     planned_forward(planned).watch(observe=False)
     return plain, planned
 
@@ -420,7 +420,7 @@ def test_a_copy_of_a_planned_model_offloads_too() -> None:
     plain, planned, made = offloading_all()
     again, step = copy.deepcopy(planned), STEPS["one forward"]
     assert all(map(torch.equal, trained(plain, step), trained(again, step)))
-    offloader = planned_forward(again).calls.offloader
+    offloader = planned_forward(again).offloader
     assert offloader is not None and offloader.counts.out == len(made.offloads)
 
 
@@ -435,7 +435,7 @@ def test_host_memory_is_used_again_when_nothing_of_its_forward_is_left() -> None
             return super().host(size_bytes)
 
     copies = Counting()
-    planned_forward(planned).copies = copies
+    planned_graphs(planned).copies = copies
     planned_forward(planned).watch(observe=False)
     for _ in range(3):
         trained(planned, STEPS["one forward"])

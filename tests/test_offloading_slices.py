@@ -36,7 +36,7 @@ from remat.workload.target import TARGETS
 from tests.cached import cached
 from tests.offloads import FAULTS, Fault, LateCopies, random_offloads
 from tests.test_chunking import LANGUAGE, MIXED, batch
-from tests.toys import CHOICES, plan_by_hand
+from tests.toys import CHOICES, plan_by_hand, planned_graphs
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo", "one_thread")]
 
@@ -117,7 +117,7 @@ def between_slices(name: str, copies: LateCopies | None = None) -> tuple[nn.Modu
     one = WORKLOADS[name].build()
     two = apply(copy.deepcopy(one), made)
     apply(one, plain)
-    planned_forward(two).copies = copies
+    planned_graphs(two).copies = copies
     planned_forward(two).watch(observe=False)
     return one, two, made
 
@@ -143,7 +143,7 @@ def test_gradients_are_bitwise_however_late_copies_are_and_however_few_slices_th
     for _ in range(2):
         for one, two in zip(trained(plain, samples), trained(planned, samples), strict=True):
             assert torch.equal(one, two)
-    offloader = planned_forward(planned).calls.offloader
+    offloader = planned_forward(planned).offloader
     assert offloader is not None and offloader.counts.out == offloader.counts.back == 2 * len(made.offloads) > 0
 
 
@@ -216,5 +216,5 @@ def test_a_plan_file_of_version_5_applies() -> None:
     torch.manual_seed(0)
     planned = apply(WORKLOADS["language"].build(), made)
     trained(planned, WORKLOADS["language"].batch_size)
-    offloader = planned_forward(planned).calls.offloader
+    offloader = planned_forward(planned).offloader
     assert offloader is not None and offloader.counts.out == len(made.offloads)

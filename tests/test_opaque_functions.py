@@ -15,9 +15,9 @@ from remat.capture.opaque_functions import _changed, functions_behind, opaque
 from remat.costing.device_allocator import measure_peak
 from remat.errors import CaptureError
 from remat.evaluation.plan import Plan, Region
-from remat.execution.apply import apply, counts_of, planned_forward
+from remat.execution.apply import apply, counts_of
 from remat.workload.workload import Workload
-from tests.toys import CPU, graph_of, plan_by_hand, recorded
+from tests.toys import CPU, graph_of, plan_by_hand, planned_graphs, recorded
 from tests.tricky_layers import Exponential
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
@@ -87,7 +87,7 @@ def test_in_a_region_it_trains_as_without_a_plan_and_four_lengths_are_two_traces
             gradients.append([p.grad for p in model.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert counts_of(models[0]).regions == 4
-    assert len(planned_forward(models[0])._fitting) == 2
+    assert len(planned_graphs(models[0])._fitting) == 2
 
 
 def test_its_peak_is_the_predicted_one() -> None:

@@ -22,8 +22,8 @@ from remat.capture.dynamo import GraphCalls
 from remat.capture.nodes import captured_nodes
 from remat.costing.device_allocator import measure_peak
 from remat.errors import CaptureError
-from remat.execution import planned_forward as applying
 from remat.execution.apply import apply, counts_of, planned_forward
+from remat.execution.eager import planned_graphs as applying
 from remat.formulation.solution import Limits
 from remat.models.common import packed, padded
 from remat.planning.request import FormChoice
@@ -40,6 +40,7 @@ from tests.toys import (
     graph_of,
     half_saved,
     plan_by_hand,
+    planned_graphs,
     tokens,
 )
 
@@ -73,7 +74,7 @@ def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 
 def traces(model: nn.Module) -> int:
-    return len(planned_forward(model)._fitting)
+    return len(planned_graphs(model)._fitting)
 
 
 # However many shapes there are

@@ -28,7 +28,7 @@ from remat.errors import DoesNotFit, UsageError
 from remat.evaluation.alternative import in_two_lines
 from remat.evaluation.plan import Plan
 from remat.execution.apply import counts_of, has_plan, planned_forward
-from remat.execution.planned_forward import checkpoints_itself
+from remat.execution.model_as_planned import checkpoints_itself
 from remat.host.weights import weights_on_host
 from remat.planning import planner
 from remat.planning.request import FormChoice
@@ -466,7 +466,7 @@ def test_batches_of_several_lengths_run_under_their_own_plans(sampling: str, tmp
     assert losses_of(made) == expected
     main = planned_forward(made.model)
     assert [len(each.plan.regions) > 0 for each in main.shorter] == [False, True]
-    assert all(each.calls.counts.regions for each in (main.shorter[1], main))
+    assert all(each.counts.regions for each in (main.shorter[1], main))
 
 
 @pytest.mark.exhaustive

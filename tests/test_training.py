@@ -25,7 +25,7 @@ from remat.errors import PlanMismatch
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Prediction
 from remat.execution.apply import apply, counts_of
-from remat.execution.planned_forward import OnLarger
+from remat.execution.reports import OnLarger
 from remat.workload.workload import Workload
 from tests import tricky_layers
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD

@@ -14,6 +14,8 @@ from remat.costing.costs import Costs, estimated_costs
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Plan, Region, to_refs
+from remat.execution.apply import planned_forward
+from remat.execution.eager.planned_graphs import PlannedGraphs
 from remat.formulation.search_space import Space, blocks, find_space
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
@@ -196,6 +198,13 @@ def recorded(workload: Workload, loop: TrainingLoop | None = None) -> tuple[Fake
 def graph_of(workload: Workload) -> Graph:
     """The graph alone, which nobody changes: recorded once for all files of a process."""
     return recorded(workload)[1]
+
+
+def planned_graphs(model: nn.Module) -> PlannedGraphs:
+    """The forward that a plan of regions of nodes gave to `model`."""
+    forward = planned_forward(model)
+    assert isinstance(forward, PlannedGraphs)
+    return forward
 
 
 def plan_by_hand(graph: Graph, regions: Sequence[Region], costs: Costs | None = None, **changes: object) -> Plan:

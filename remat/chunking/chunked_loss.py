@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -32,6 +31,7 @@ from torch.nn import functional as F
 from remat._torch.training import fakes_are_on, keeps_graph
 from remat.capture.nodes import autocast
 from remat.errors import CaptureError, RematError
+from remat.warn import warn
 
 ALIGNED_ROWS = 64  # of a tile of a product
 ALIGNED_PIECE = 8  # a multiple of 16 bytes, whatever the number of classes: compiled code copies what begins elsewhere
@@ -136,11 +136,10 @@ class ChunkedLoss:
         self.has_told = True
         factor = float(gradient)
         if math.isfinite(factor) and factor and math.frexp(abs(factor))[0] != 0.5:
-            warnings.warn(
+            warn(
                 f"the loss that the plan computes in slices is multiplied by {factor:.6g} before its backward, which "
                 "is not a power of two: all gradients may round differently. That is harmless; for bitwise gradients "
                 "make a plan that does not chunk the loss (exact=True, --exact).",
-                stacklevel=2,
             )
 
     def whole(self) -> ChunkedLoss:

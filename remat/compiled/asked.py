@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from remat.errors import UsageError
-from remat.execution.planned_forward import OnLarger
+from remat.execution.reports import OnLarger
 from remat.units import parse_bytes
 from remat.workload.training_loop import HOLDS, Holds, is_power_of_two
 

@@ -23,7 +23,7 @@ from remat._torch.inductor import chosen_decompositions, compiling_with, inducto
 from remat.compiled.asked import NAMES, CompileArguments, WeakArgument
 from remat.compiled.promise import CompiledStep, Promise
 from remat.errors import RematError, UsageError
-from remat.execution.planned_forward import OnLarger
+from remat.execution.reports import OnLarger
 from remat.workload.training_loop import Holds
 
 if TYPE_CHECKING:

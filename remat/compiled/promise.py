@@ -22,7 +22,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -38,6 +37,7 @@ from remat._torch.training import saved_tensors_are_hooked
 from remat.compiled.asked import CompileArguments
 from remat.errors import PlanMismatch, UsageError
 from remat.units import first_few, gib
+from remat.warn import warn
 from remat.workload.held_outputs import output_tensors, parameters_reached
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class CompiledStep:
             if not told and not is_set_aside:
                 told = self._told_of_parts(model, parameters_reached(model, learning))
             if told:
-                warnings.warn(told, stacklevel=6)  # the line that calls the model
+                warn(told)
 
         looking, self.looks = compiled.register_forward_hook(look), True
 
@@ -187,12 +187,11 @@ class CompiledStep:
         if self._has_met or peak_bytes + more <= asked.budget_bytes:
             return
         self._has_met = True
-        warnings.warn(
+        warn(
             f"models that were compiled apart have saved {gib(there)} for backward as this one runs. The budget of "
             f"{gib(asked.budget_bytes)} counts nothing of other models: the peak may be {gib(peak_bytes + more)}, and "
             "more with their weights and gradients. Compile one module that runs all of them, or set what the others "
             "need aside with `outside=`.",
-            stacklevel=5,
         )
 
     @property
@@ -265,11 +264,10 @@ class Promise:
         budget, peak = self.asked.budget_bytes, self.outside.during_graphs + others + in_graphs + alive
         if alive and peak > budget:
             self.step.has_gradients = True
-            warnings.warn(
+            warn(
                 f"{gib(alive)} of gradients are there as a forward begins, and the budget is for a loop without: the "
                 f"peak may be {gib(peak)}, and the budget is {gib(budget)}. Set gradients to None before the forward "
                 "(optimizer.zero_grad(set_to_none=True)), or compile with `accumulation=2`.",
-                stacklevel=4,
             )
 
     def _note(self, cut: Cut, results: Iterable[Any]) -> None:
@@ -292,11 +290,10 @@ class Promise:
         peak, budget = cut.peak_bytes + cut.halves.kept, self.asked.budget_bytes
         if next(before) and peak > budget and not self.step.is_retained:
             self.step.is_retained = True
-            warnings.warn(
+            warn(
                 f"backward runs a second time through the compiled graph at {self.place} (`retain_graph=True`): what "
                 f"forward saved stays until the last one, which no plan counts. The peak may be {gib(peak)}, and the "
                 f"budget is {gib(budget)}. Add the losses up and call backward once.",
-                stacklevel=3,
             )
 
     def _compare_sizes(self, cut: Cut, inputs: Sequence[Any]) -> None:
@@ -318,7 +315,7 @@ class Promise:
         if self.asked.on_larger == "refuse":
             raise PlanMismatch(text)
         self.largest = found
-        warnings.warn(text, stacklevel=4)  # the model's own code, as Dynamo has rewritten it
+        warn(text)
 
 
 def _opened(graph: fx.Graph) -> tuple[int, ...]:

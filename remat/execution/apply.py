@@ -11,7 +11,8 @@ from remat.errors import UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.eager.rewrite import Counts
 from remat.execution.executions import executor
-from remat.execution.planned_forward import OnLarger, PlannedForward
+from remat.execution.planned_forward import PlannedForward
+from remat.execution.reports import OnLarger
 from remat.workload.replaced_forward import forward_under_plan
 from remat.workload.workload import WITH_STEP, StepModule
 
@@ -107,8 +108,8 @@ def counts_of(model: nn.Module) -> Counts:
     """Return the counts of regions entered and, with `observe`, of nodes recomputed in `model` so far."""
     planned = planned_forward(model)
     if not planned.shorter:
-        return planned.calls.counts
-    every = [each.calls.counts for each in (planned, *planned.shorter)]
+        return planned.counts
+    every = [each.counts for each in (planned, *planned.shorter)]
     return Counts(sum(each.regions for each in every), sum(each.recomputed_nodes for each in every))
 
 

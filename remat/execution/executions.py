@@ -16,7 +16,7 @@ EAGER = "eager"
 # By name: the module of the `Execution`, which is there under that name in `EXECUTIONS`; and the class that runs it in
 # training, which loads nothing that judges a plan.
 _EXECUTIONS = {
-    EAGER: ("remat.execution.eager.execution", "remat.execution.planned_forward:PlannedForward"),
+    EAGER: ("remat.execution.eager.execution", "remat.execution.eager.planned_graphs:PlannedGraphs"),
     "modules": ("remat.execution.modules.execution", "remat.execution.modules.regions:PlannedModules"),
 }
 NAMES = tuple(_EXECUTIONS)

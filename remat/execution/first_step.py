@@ -22,7 +22,6 @@ import copy
 import dataclasses
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 from unittest import mock
@@ -48,6 +47,7 @@ from remat.execution.eager.rewrite import RegionWatch
 from remat.execution.recomputed import REMEDY, Recomputed
 from remat.host.weights import weights_on_host
 from remat.units import first_few, gib
+from remat.warn import warn
 from remat.workload.held_outputs import output_tensors, parameters_reached
 
 NEAR = {False: 1e-3, True: 0.1}  # of a norm, by whether the step rounds to 16 bits: distances that rounding explains
@@ -387,7 +387,6 @@ def _said_of(error: Exception) -> str:
 
 
 def _cannot(why: str) -> None:
-    warnings.warn(
+    warn(
         f"the first step under the plan is not verified: {why}. `remat.validate` compares the plan with the model.",
-        stacklevel=7,
     )

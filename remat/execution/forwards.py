@@ -8,7 +8,6 @@ planned runs as the last of its kind, and is reported.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import operator
@@ -28,13 +27,11 @@ from remat.workload.replaced_forward import ReplacedForward
 
 
 class StepForward(Protocol):
-    """The forward under a plan that the forwards of a step call."""
+    """The forward under a plan that the forwards of a step run."""
 
     plan: Plan
 
-    def called_at(self, at: ModuleForward) -> contextlib.AbstractContextManager[None]: ...
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def run(self, at: ModuleForward, args: Any, kwargs: Any) -> Any: ...
 
 
 _SHAPE = r" (\d+(?:x\d+)*)"
@@ -58,8 +55,7 @@ class ModuleForward:
         return self.replaced.original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.planned.called_at(self):
-            return self.planned(*args, **kwargs)
+        return self.planned.run(self, args, kwargs)
 
     # Libraries read a forward's signature, and its function without the model, to wrap and rebind.
 

@@ -11,7 +11,7 @@ from torch import nn
 from remat.errors import UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
-from remat.execution.planned_forward import OnLarger
+from remat.execution.reports import OnLarger
 from remat.workload.workload import WITH_STEP, Step, StepModule
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from remat.errors import CaptureError, RematError
 from remat.fusion.kernels import are_interpreted, empty, layout_of
 from remat.fusion.lowering import Lowered, lower, lower_open
 from remat.fusion.open_sizes import InputSizes, are_open, opened, with_open_rows
+from remat.warn import warn
 
 MANY_SHAPES = 16
 
@@ -110,7 +110,7 @@ class FusedGroup:
         try:
             return lower(self._bound(given), [value for value in given if isinstance(value, Tensor)], self.may_share)
         except RematError as error:
-            warnings.warn(f"{self.text} stays as it is: {error}", stacklevel=2)
+            warn(f"{self.text} stays as it is: {error}")
             return None
 
     def _lowered_open(self, given: tuple[Any, ...]) -> Lowered | None:
@@ -141,10 +141,9 @@ class FusedGroup:
         """Warn if a group is compiled again and again."""
         self._shapes += 1
         if self._shapes == MANY_SHAPES:
-            warnings.warn(
+            warn(
                 f"a fused group has met {MANY_SHAPES} shapes, and is compiled for each, seconds at a time: pad batches "
                 "to a few lengths, or plan without fuse=True (--fuse).",
-                stacklevel=2,
             )
 
     @functools.cached_property

@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -33,6 +32,7 @@ from remat._torch.inductor import PendingKernels, compiled
 from remat._torch.training import without_modes
 from remat.errors import RematError
 from remat.fusion.generated_code import without_kernels
+from remat.warn import warn
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, str]  # shape, stride, dtype, type of the device
 
@@ -188,9 +188,8 @@ def _bytes(layout: Layout) -> int:
 
 @functools.cache
 def _warn_once(why: str) -> None:
-    warnings.warn(
+    warn(
         f"a fused group cannot be compiled here and runs operator by operator, slower than planned ({why}).",
-        stacklevel=2,
     )
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from remat.errors import UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
-from remat.execution.planned_forward import OnLarger
+from remat.execution.reports import OnLarger
 from remat.integrations.settings import (
     optimizer_as_planned,
     plan_from,

@@ -7,7 +7,6 @@ that a forward cannot: over how many micro-batches gradients are accumulated.
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from remat.host.optimizer_state import can_be_offloaded, offload_optimizer
 from remat.host.step_in_backward import step_in_backward
 from remat.host.weights import offload_weights
 from remat.units import gib
+from remat.warn import warn
 from remat.workload.training_loop import TrainingLoop
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -44,10 +44,9 @@ def warn_of_accumulation(plan: Plan, micro_batches: int, setting: str) -> None:
     if micro_batches > 1 and plan.about.get("accumulation", 1) == 1:
         count = plan.about.get("parameter_count")
         size = f" ({gib(4 * count)} in fp32)" if count else ""
-        warnings.warn(
+        warn(
             f"{setting} accumulates gradients over {micro_batches} micro-batches, and the plan was made for one: the "
             f"peak may exceed the planned one by the gradients{size}. Plan with `accumulation={micro_batches}`.",
-            stacklevel=4,
         )
 
 

@@ -46,7 +46,7 @@ from remat.capture.beside_parameters import HOLDERS, carry_over, tensors_beside
 from remat.capture.copies import copied
 from remat.capture.model_state import generators_kept
 from remat.errors import UsageError
-from remat.execution.planned_forward import checkpoints_itself
+from remat.execution.model_as_planned import checkpoints_itself
 from remat.host.weights import weights_on_host
 from remat.integrations.generated_batches import GeneratedBatches, makes_batches, refuse_unknown_batches, reward_models
 from remat.integrations.modules_around import around, tensors_around

@@ -33,7 +33,7 @@ from remat.capture import trl_head
 from remat.errors import UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, has_plan, planned_forward, remove
-from remat.execution.planned_forward import OnLarger
+from remat.execution.reports import OnLarger
 from remat.host.weights import weights_on_host
 from remat.integrations.settings import (
     optimizer_as_planned,

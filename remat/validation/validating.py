@@ -607,7 +607,7 @@ class _Validation:
         """Count the storages that went to the host and came back in the last step."""
         if not self.plan.offloads:
             return {}
-        offloader = planned_forward(training.model).calls.offloader
+        offloader = planned_forward(training.model).offloader
         assert offloader is not None
         return {"planned": len(self.plan.offloads), "out": offloader.counts.out, "back": offloader.counts.back}
 

@@ -17,7 +17,6 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,14 +29,16 @@ from remat._torch.training import fakes_are_on
 from remat.capture.attention_masks import PADDED_BATCH, all_ones, masks_of
 from remat.capture.dynamo import named_tensors, without_cache
 from remat.errors import PlanMismatch, UsageError
-from remat.evaluation.plan import RegionRef
+from remat.evaluation.plan import Plan, RegionRef
 from remat.execution.eager.rewrite import Counts, RegionWatch
+from remat.execution.forwards import CurrentForward, ModuleForward
 from remat.execution.kernel_settings import KernelSettings
+from remat.execution.model_as_planned import checkpoints_itself, dtypes_of
 from remat.execution.modules.shards import shards_unlike_planned
-from remat.execution.planned_forward import PlannedForward, checkpoints_itself, dtypes_of
+from remat.execution.planned_forward import PlannedForward
 from remat.execution.random_states import Source, set_state, state_of
 from remat.execution.recomputed import Recomputed
-from remat.workload.held_outputs import LastOutputs
+from remat.execution.reports import OnLarger
 
 _STATISTICS, _COUNTER = ("running_mean", "running_var"), "num_batches_tracked"
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -289,69 +290,68 @@ def _keeping_state(norm: nn.Module, forward: Callable[..., Any]) -> Callable[...
 class PlannedModules(PlannedForward):
     """The original forward of a model whose plan has modules for regions, checked against the plan."""
 
-    calls: ModuleRegions  # type: ignore[assignment]
+    def __init__(self, model: nn.Module, plan: Plan, on_larger: OnLarger, observe: bool, verify_first_step: bool):
+        super().__init__(model, plan, on_larger, observe, verify_first_step)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._has_begun = False
+        self._looks = itertools.count()
 
     def install(self) -> None:
         """Install the regions. Raises PlanMismatch for a plan of another model."""
-        self._compare_size()
-        self.calls = ModuleRegions(self.model, self.plan.regions)
-
-    def _compare_size(self) -> None:
-        if (grown := self._grown()) is not None:
-            raise PlanMismatch(f"the plan was made for {self.plan.about['workload']!r}, another model: {grown}.")
+        self._as_planned.require_size()
+        self.regions = ModuleRegions(self.model, self.plan.regions)
 
     def take_out(self) -> None:
-        self.calls.remove()
+        self.regions.remove()
 
-    def _prepare(self) -> None:
-        self._warned: set[str] = set()
-        self._is_first_forward = True
-        self._last_outputs = LastOutputs()
-        self._compared_dtypes = False
-        self._looks = itertools.count()
-        self._begin_verifying()
-        self._count_forwards()
+    @property
+    def counts(self) -> ModuleCounts:
+        return self.regions.counts
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.calls.active:
-            return self._unplanned(args, kwargs)
+    def watch(self, *, observe: bool, recompute_context: Context | None = None) -> ModuleCounts:
+        self.regions.counts = ModuleCounts()
+        self.regions.recompute_context = recompute_context or contextlib.nullcontext
+        return self.regions.counts
+
+    def run(self, at: ModuleForward, args: Any, kwargs: Any) -> Any:
+        if not self.regions.active:
+            return self._run_unplanned(at, args, kwargs)
         if torch.compiler.is_dynamo_compiling():
             _refuse_trace()
-        self._now = self.forwards.now("")
-        first, self._compared_dtypes = not self._compared_dtypes, True
+        now = self.forwards.now(at.path)
+        first, self._has_begun = not self._has_begun, True
         if first:
-            self._compare_size()
-            self._compare_device(frames=6)
-            self._compare_autocast()
-            self._compare_trainable(frames=6)
-            self._warn_of_own_checkpointing()
-        self._compare_batch(args, kwargs)
-        self._compare_loop()
-        self._compare_masks(args, kwargs)
+            self._compare_model(now)
+        tensors = named_tensors(at.original, args, kwargs)
+        self._as_planned.compare_batch(now.forward, tensors)
+        self.loop.forward_begins(now)
+        if not now.forward.masks["padded"] and masks_of(tensors, all_ones).padded:
+            self.reports.excess("padding", f"{PADDED_BATCH}.")  # untraced, the model inspects its own masks
         for name, text in shards_unlike_planned(self.plan, self.model) if next(self._looks) < SHARD_LOOKS else ():
-            self._not_as_planned(name, text, frames=5)
-        self.calls.entered.clear()
-        self.calls.watch = self.region_watch
-        self.calls.compare = self._compare_region if first else None
-        with without_cache(self.model), self.first_step.recomputing(self._now.number):
-            result = self.original(*args, **kwargs)
-        self.calls.require_all_entered()
-        self._note_outputs(result, args, kwargs)
-        self.forwards.returned(self._now, result)
+            self.reports.excess(name, text)
+        self.regions.entered.clear()
+        self.regions.watch = self.region_watch
+        self.regions.compare = self._compare_region if first else None
+        with without_cache(self.model), self.first_step.recomputing(now.number):
+            result = at.original(*args, **kwargs)
+        self.regions.require_all_entered()
+        self.loop.returned(result, (args, kwargs))
+        self.forwards.returned(now, result)
         return result
 
-    def _compare_masks(self, args: Any, kwargs: Any) -> None:
-        """Warn if the batch is padded and the plan is not for that: untraced, the model inspects its own masks."""
-        if self._planned_masks.padded or not masks_of(named_tensors(self.original, args, kwargs), all_ones).padded:
-            return
-        self._not_as_planned("padding", f"{PADDED_BATCH}.")
-
-    def _warn_of_own_checkpointing(self) -> None:
+    def _compare_model(self, now: CurrentForward) -> None:
+        self._as_planned.require_size()
+        self._as_planned.compare_device()
+        self._as_planned.require_autocast(now.forward.autocast)
+        self._as_planned.compare_trainable()
         if checkpoints_itself(self.model):
-            warnings.warn(
+            self.reports.warn(
+                "checkpointing",
                 "gradient_checkpointing is on in this model, and a plan of modules is applied too: what both "
                 "checkpoint is recomputed twice. Turn it off; the plan decides what is recomputed.",
-                stacklevel=5,
             )
 
     def _compare_region(self, module: nn.Module) -> None:
@@ -360,10 +360,5 @@ class PlannedModules(PlannedForward):
         if not set(found) <= set(planned):
             raise PlanMismatch(f"the plan is for parameters of {planned}, a region of this model has {found}.")
 
-    def watch(self, *, observe: bool, recompute_context: Context | None = None) -> ModuleCounts:
-        self.calls.counts = ModuleCounts()
-        self.calls.recompute_context = recompute_context or contextlib.nullcontext
-        return self.calls.counts
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "calls": self.calls}
+        return {**super().__getstate__(), "regions": self.regions}

@@ -1,0 +1,136 @@
+"""Whether the graphs that a forward is traced to are those of its plan, and an error that says what differs.
+
+A graph that fits may still make more bytes than the planned one. That is an error where the excess is large, and a
+report where it is a few percent.
+"""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from remat._torch.training import function_modes
+from remat.capture.attention_masks import PADDED_BATCH, takes_mask
+from remat.capture.circumstances import differences, hooked, state_of, versions
+from remat.errors import PlanMismatch
+from remat.evaluation.identity import Fit
+from remat.evaluation.plan import Plan
+from remat.execution.eager.running_forward import RunningForward
+from remat.execution.early_forwards import EarlyForwards
+from remat.execution.forwards import holds
+from remat.execution.model_as_planned import ModelAsPlanned, checkpoints_itself
+from remat.execution.placing import Placer
+from remat.execution.surroundings import Surroundings
+from remat.units import gib
+
+OTHER_MODEL = 0.02  # of the planned peak: a graph that needs more than that above it is refused
+
+
+class GraphAsPlanned:
+    """Compares the graphs of forwards of `model` with those of `plan`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        placer: Placer,
+        early: EarlyForwards,
+        surroundings: Surroundings,
+        as_planned: ModelAsPlanned,
+    ):
+        self._model, self._plan, self._placer, self._early = model, plan, placer, early
+        self._surroundings, self._as_planned = surroundings, as_planned
+
+    def mismatch(self, running: RunningForward, call: int, graph_module: fx.GraphModule) -> PlanMismatch | None:
+        """Return the error about graph call number `call` of the plan; None if `graph_module` fits it."""
+        same_shapes = running.given == running.now.forward.given
+        fit = self._placer.fit(call, graph_module, same_shapes=same_shapes)
+        if isinstance(fit, Fit):
+            return self._larger(running, fit, graph_module)
+        return self._error(running, f"whose graph differs from this model's {fit}", graph_module)
+
+    def of_calls(self, running: RunningForward) -> PlanMismatch | None:
+        """Return the error about the number of graph calls of a forward that has run; None if it is as planned."""
+        if (count := running.graphs.count) == (planned := running.now.forward.calls):
+            return None
+        return PlanMismatch(
+            f"the plan is for a model of {planned} graph calls, this forward made {count}; "
+            + (
+                "make a plan for this model."
+                if count
+                else "it ran where nothing is captured: under a torch.func transform or a dispatch mode "
+                "(FlopCounterMode is one), or with Dynamo disabled. Run that without the plan, on "
+                "`remat.remove(copy.deepcopy(model))` for example."
+            )
+        )
+
+    def _larger(self, running: RunningForward, fit: Fit, graph_module: fx.GraphModule) -> PlanMismatch | None:
+        """Return the refusal of a graph that needs more memory than the budget; only note an excess of a few percent.
+
+        A plan for a GPU says nothing of bytes on a CPU, whose kernels allocate others.
+        """
+        if (self._as_planned.device_type == "cpu") != (self._plan.target == "cpu"):
+            return None
+        peak_bytes = self._plan.predicted["peak_bytes"]
+        if peak_bytes + fit.more_bytes <= max(self._plan.budget_bytes, peak_bytes):
+            return None
+        text = (
+            f"the forward makes up to {gib(fit.more_bytes)} more than when planned ({fit.more_of}), and the plan has "
+            f"{gib(max(self._plan.budget_bytes - peak_bytes, 0))} to spare"
+        )
+        if self._early.is_any and not self._early.may_complete:
+            running.excess = f"{text}. What the model keeps is not there yet; later forwards are as planned."
+            return None
+        sees_sizes = holds(running.given, running.given)  # of a batch within an object none are known
+        if sees_sizes and fit.more_bytes > OTHER_MODEL * peak_bytes:
+            return self._error(running, text, graph_module)
+        running.excess = f"{text}; make a plan for this model{'' if sees_sizes else ' and a batch of this size'}."
+        return None
+
+    def _error(self, running: RunningForward, difference: str, graph_module: fx.GraphModule) -> PlanMismatch:
+        """Make the error from a `difference`, everything else known to differ, and a remedy."""
+        found = {"batch": running.given, "versions": versions(), **state_of(self._model)}
+        planned = {**self._plan.about, "batch": running.now.forward.given}
+        said = [f"the plan was made for {self._plan.about['workload']!r}, {difference}", *differences(planned, found)]
+        said += self._surroundings.changes()
+        if modes := function_modes():
+            said.append(
+                f"a torch function mode is on ({', '.join(modes)}): under some, Dynamo leaves out operators of a model "
+                "that is as planned"
+            )
+        return PlanMismatch(f"{'; '.join([*said, self._remedy(running, graph_module)])}.")
+
+    def _remedy(self, running: RunningForward, graph_module: fx.GraphModule) -> str:
+        """Suggest a remedy for a graph that differs from the planned one, by its probable cause."""
+        remedy = self._as_planned.grown() or _remedy_for_mask(running, graph_module)
+        if remedy is not None:
+            return remedy
+        given = running.element_counts
+        if any(not given.get(name, 1) for name, count in running.now.forward.elements.items() if count):
+            return "this batch has no rows, for which Dynamo traces another graph: leave it out"
+        if checkpoints_itself(self._model):
+            return "turn gradient_checkpointing off in this model, the plan decides what is recomputed, or plan with it"
+        if new := [path for path in hooked(self._model) if path not in self._plan.about.get("hooked", ())]:
+            return (
+                f"make a plan for this model with its hooks (on {', '.join(new[:3])}). A hook that reads a number off "
+                "a tensor (`float()`, `item()`) has no plan: let it keep the tensor, detached, and read it later"
+            )
+        return "use the model as planned, or make a plan for it as it is"
+
+
+def _remedy_for_mask(running: RunningForward, graph_module: fx.GraphModule) -> str | None:
+    """Suggest a remedy if the batch needs another attention mask than planned; None if it does not."""
+    seen, planned = running.graphs.seen, running.planned_masks
+    if seen.packed and not planned.packed:
+        return (
+            "the position ids of this batch do not count up (several sequences are packed in a row), and so "
+            "attention takes an explicit mask, which needs another kernel and other bytes: plan with a workload "
+            "whose batch has them"
+        )
+    if seen.padded and not planned.padded:
+        return PADDED_BATCH
+    if seen.ones and not (planned.ones or planned.padded) and takes_mask(graph_module):
+        return (
+            "this batch has an attention mask, and the plan is for batches without; this model uses it, though it "
+            "is of ones only. Leave it out, or plan with --padded"
+        )
+    return None
