@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -40,6 +41,7 @@ from remat.compiled.program import Choice, CompiledBytes, Solved, judged, solve
 from remat.costing.device_allocator import measure_peak
 from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.evaluation.graph import OpKind
+from remat.fusion import generated_code
 from remat.workload.target import TARGETS
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 
@@ -1191,6 +1193,61 @@ def test_flex_attention_trains_within_a_compiled_budget(cuts: list[BudgetPartiti
 
 def _is_mask(node: fx.Node) -> bool:
     return getattr(node.meta.get("val"), "dtype", None) == torch.bool
+
+
+class Speaking(nn.Module):
+    """Kernels of every kind: rows that fit a kernel and rows that need a loop, scattered sums, noise, 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(2000, 64), nn.LayerNorm(64)
+        self.inner, self.head = nn.Linear(64, 64), nn.Linear(64, 2000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = x.view(torch.int32)[:, :16].abs() % 2000
+        with torch.autocast(x.device.type, torch.bfloat16):
+            y = self.norm(self.embedding(words))
+            y = y + nn.functional.dropout(self.inner(y).softmax(-1), 0.1)
+            return nn.functional.cross_entropy(self.head(y).flatten(0, 1), words.flatten().long())
+
+
+class Seeing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Conv2d(1, 1, 3), nn.BatchNorm2d(1), nn.GELU()) for _ in "ab"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x[:, None, None].expand(-1, 1, 16, -1)).square().mean()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("make", [Speaking, Seeing])
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+def test_kernels_without_bodies_leave_all_bytes_as_they_are(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a choice that saves all that it may, and of one that saves little."""
+
+    def saved(search: Search) -> None:
+        everything = judged(search.joint, frozenset(value.name for value in search.joint.values))
+        for choice in (everything, judged(search.joint, frozenset())):
+            found = []
+            for bodies in (generated_code.kernels_without_bodies, contextlib.nullcontext):
+                with monkeypatch.context() as patched:
+                    patched.setattr(generated_code, "kernels_without_bodies", bodies)
+                    found.append(peak.halves(*search.cut(choice), search.options["num_fwd_outputs"]))
+            pairs.append((found[0], found[1]))
+
+    pairs: list[tuple[peak.Halves, peak.Halves]] = []
+    look(lambda: make().cuda(), batch(4, 64).cuda(), saved)
+    assert len(pairs) == 2 and all(without == whole for without, whole in pairs)
+    assert pairs[0][0].kept > pairs[1][0].kept
+
+
+def test_operators_of_chunks_take_any_strides() -> None:
+    """Inductor copies the arguments of others to the strides that they had, from the second graph of a process on."""
+    operators = (torch.ops.remat.rows_after.default, torch.ops.remat.add_to.default)
+    assert all(torch.Tag.flexible_layout in each.tags for each in operators)
 
 
 @pytest.mark.cuda

@@ -22,7 +22,13 @@ from typing import Any
 import torch
 
 from remat._torch.compiled_draws import ways_of_draws
-from remat._torch.inductor import hands_modules_over, kernels_compiled_by, loading_modules, moved_by_loops
+from remat._torch.inductor import (
+    hands_modules_over,
+    kernels_compiled_by,
+    loading_modules,
+    moved_by_loops,
+)
+from remat._torch.kernel_arguments import kernels_without_bodies
 from remat.errors import RematError
 
 _ALLOCATION = "empty_strided_"  # and the device
@@ -57,7 +63,7 @@ def without_kernels() -> Iterator[Loaded]:
 
     if not hands_modules_over():
         raise _unknown("has no PyCodeCache.load_by_key_path")
-    with loading_modules(load):
+    with loading_modules(load), kernels_without_bodies():
         yield loaded
     if not loaded.modules:
         raise _unknown("hands no generated module over")
