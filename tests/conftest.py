@@ -97,6 +97,7 @@ def _keep_every_third(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     _leave_traces_unwritten()
+    _nothing_old()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -109,14 +110,15 @@ def _leave_traces_unwritten() -> None:
     logging.getLogger("torch.__trace").handlers.clear()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def nothing_old() -> Iterator[None]:
-    """Take what imports and earlier files left out of the collector's sight: steps collect before they are measured.
-
-    And out of Dynamo's, see `fresh_dynamo`: a file that records few models need not ask for that.
-    """
+def _nothing_old() -> None:
+    """Take what imports and earlier tests left out of the collector's sight: steps collect before they are measured."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_old_captures() -> Iterator[None]:
+    """Drop Dynamo's captures after each file, see `fresh_dynamo`: one that records few models need not ask for that."""
     yield
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
