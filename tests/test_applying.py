@@ -40,6 +40,7 @@ from tests.toys import (
     CHOICES,
     CONVNET,
     CPU,
+    SHORT,
     TRANSFORMER,
     TRANSFORMER_BF16,
     VOCAB,
@@ -92,7 +93,7 @@ def trained(workload: Workload, model: nn.Module, micro_batches: int = 1) -> tup
 
 @pytest.fixture(scope="module")
 def graphs() -> dict[str, tuple[FakeStep, Any]]:
-    return {name: recorded(workload) for name, workload in WORKLOADS.items()}
+    return {name: recorded(workload) for name, workload in (WORKLOADS | {"short": SHORT}).items()}
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def plans(graphs: Any) -> dict[str, Plan]:
 
 @pytest.fixture
 def planned(plans: dict[str, Plan]) -> nn.Module:
-    return apply(built(TRANSFORMER), plans["transformer"], observe=True)
+    return apply(built(SHORT), plans["short"], observe=True)
 
 
 # Training
@@ -149,11 +150,11 @@ def test_batch_norm_advances_once_in_nested_regions(graphs: Any) -> None:
 
 
 def test_several_steps_with_an_optimizer_stay_equal(plans: dict[str, Plan]) -> None:
-    untouched, model = built(TRANSFORMER), apply(built(TRANSFORMER), plans["transformer"])
+    untouched, model = built(SHORT), apply(built(SHORT), plans["short"])
     for each in (untouched, model):
         optimizer = torch.optim.AdamW(each.parameters())
         for seed in range(3):
-            loss_of(TRANSFORMER, each, batch_of(TRANSFORMER), seed).backward()
+            loss_of(SHORT, each, batch_of(SHORT), seed).backward()
             optimizer.step()
             optimizer.zero_grad()
     assert same(model.parameters(), untouched.parameters())
@@ -173,12 +174,12 @@ def test_a_second_backward_of_one_forward_recomputes_again(choice: str, graphs: 
 
 
 def test_an_exception_in_forward_leaves_the_model_fit_for_the_next_step(planned: nn.Module) -> None:
-    ids, labels = batch_of(TRANSFORMER)
+    ids, labels = batch_of(SHORT)
     with pytest.raises(IndexError):
         planned(ids, labels + VOCAB)  # found by the loss, after all regions have run
     planned.zero_grad()
-    losses, found = trained(TRANSFORMER, planned)
-    expected = trained(TRANSFORMER, built(TRANSFORMER))
+    losses, found = trained(SHORT, planned)
+    expected = trained(SHORT, built(SHORT))
     assert losses == expected[0]
     assert same(found, expected[1])
 
@@ -203,7 +204,7 @@ def test_what_tracing_leaves_behind_is_gone_before_backward(
     monkeypatch.setattr(
         "remat.execution.eager.planned_graphs.gc", types.SimpleNamespace(collect=lambda: collected.append(1))
     )
-    batch = batch_of(TRANSFORMER)
+    batch = batch_of(SHORT)
     loss = planned(*batch)
     assert collected == [1]
     loss.backward()
@@ -212,40 +213,40 @@ def test_what_tracing_leaves_behind_is_gone_before_backward(
 
 
 def test_a_smaller_last_batch_trains_with_the_plan(planned: nn.Module) -> None:
-    trained(TRANSFORMER, planned)
+    trained(SHORT, planned)
     entered = counts_of(planned).regions
     planned.zero_grad()
-    loss_of(TRANSFORMER, planned, batch_of(TRANSFORMER, 1)).backward()
-    assert counts_of(planned).regions == entered + 4
-    untouched = built(TRANSFORMER)
-    loss_of(TRANSFORMER, untouched, batch_of(TRANSFORMER, 1)).backward()
+    loss_of(SHORT, planned, batch_of(SHORT, 1)).backward()
+    assert counts_of(planned).regions == entered + 2
+    untouched = built(SHORT)
+    loss_of(SHORT, untouched, batch_of(SHORT, 1)).backward()
     assert same(gradients(planned), gradients(untouched))
 
 
 def test_a_larger_batch_warns_once_and_again_if_it_is_much_larger_still(plans: dict[str, Plan]) -> None:
-    model = apply(built(TRANSFORMER), plans["transformer"])
-    batch = batch_of(TRANSFORMER, TRANSFORMER.batch_size + 1)
+    model = apply(built(SHORT), plans["short"])
+    batch = batch_of(SHORT, SHORT.batch_size + 1)
     with pytest.warns(UserWarning, match="80 elements, the plan was made for 64 .batch size 4") as caught:
         model(*batch)
     assert [warning.filename for warning in caught] == [__file__]
     model(*batch)  # a second warning would be an error here
     with pytest.warns(UserWarning, match="128 elements, the plan was made for 64"):
-        model(*batch_of(TRANSFORMER, 2 * TRANSFORMER.batch_size))
+        model(*batch_of(SHORT, 2 * SHORT.batch_size))
 
 
 def test_a_larger_batch_is_refused_where_asked(plans: dict[str, Plan]) -> None:
-    model = apply(built(TRANSFORMER), plans["transformer"], on_larger="refuse")
-    model(*batch_of(TRANSFORMER))
+    model = apply(built(SHORT), plans["short"], on_larger="refuse")
+    model(*batch_of(SHORT))
     with pytest.raises(PlanMismatch, match="its peak will exceed the planned"):
-        model(*batch_of(TRANSFORMER, TRANSFORMER.batch_size + 1))
+        model(*batch_of(SHORT, SHORT.batch_size + 1))
 
 
 def test_a_larger_batch_has_the_same_workspaces_of_libraries(plans: dict[str, Plan]) -> None:
-    predicted: Any = {**plans["transformer"].predicted, "peak_bytes": 64 << 20}
+    predicted: Any = {**plans["short"].predicted, "peak_bytes": 64 << 20}
     predicted["breakdown"] = {"library workspaces": 32 << 20}
-    plan = dataclasses.replace(plans["transformer"], predicted=predicted)
+    plan = dataclasses.replace(plans["short"], predicted=predicted)
     with pytest.raises(PlanMismatch, match=r"about 96\.00 MiB"):
-        apply(built(TRANSFORMER), plan, on_larger="refuse")(*batch_of(TRANSFORMER, 2 * TRANSFORMER.batch_size))
+        apply(built(SHORT), plan, on_larger="refuse")(*batch_of(SHORT, 2 * SHORT.batch_size))
 
 
 # What is not training
@@ -266,11 +267,11 @@ def test_keys_values_and_names_stay(plans: dict[str, Plan]) -> None:
 @pytest.mark.fast("eval", "inference_mode")
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "inference_mode"])
 def test_what_is_not_training_runs_the_original_forward(mode: str, planned: nn.Module) -> None:
-    untouched = built(TRANSFORMER)
+    untouched = built(SHORT)
     contexts: dict[str, Callable[[], Any]] = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
     for each in (untouched, planned):
         each.train(mode != "eval")
-    ids, _ = batch_of(TRANSFORMER)
+    ids, _ = batch_of(SHORT)
     with contexts.get(mode, torch.enable_grad)():
         torch.manual_seed(3)
         expected = untouched(ids)
@@ -278,16 +279,16 @@ def test_what_is_not_training_runs_the_original_forward(mode: str, planned: nn.M
         assert torch.equal(planned(ids), expected)
     assert counts_of(planned).regions == 0
     planned.train()
-    trained(TRANSFORMER, planned)
-    assert counts_of(planned).regions == 4
+    trained(SHORT, planned)
+    assert counts_of(planned).regions == 2
 
 
 def test_training_in_evaluation_mode_is_told_and_evaluating_is_not(planned: nn.Module) -> None:
     planned.eval()
-    loss_of(TRANSFORMER, planned, batch_of(TRANSFORMER))  # no backward: nobody trains
+    loss_of(SHORT, planned, batch_of(SHORT))  # no backward: nobody trains
     with pytest.warns(UserWarning, match=r"in evaluation mode .* call model\.train\(\) before training"):
-        loss_of(TRANSFORMER, planned, batch_of(TRANSFORMER)).backward()
-    loss_of(TRANSFORMER, planned, batch_of(TRANSFORMER)).backward()  # once
+        loss_of(SHORT, planned, batch_of(SHORT)).backward()
+    loss_of(SHORT, planned, batch_of(SHORT)).backward()  # once
 
 
 def test_a_hook_that_breaks_the_graph_is_refused_and_leaves_nothing_behind(planned: nn.Module) -> None:
@@ -295,9 +296,9 @@ def test_a_hook_that_breaks_the_graph_is_refused_and_leaves_nothing_behind(plann
         place = planned.get_submodule(path)
         handle = place.register_forward_hook(lambda module, given, output: print(float(output.detach().sum())))
         with pytest.raises(PlanMismatch, match=r"hooks on layers\.1.* let it keep the tensor, detached"):
-            trained(TRANSFORMER, planned)
+            trained(SHORT, planned)
         handle.remove()
-        trained(TRANSFORMER, planned)
+        trained(SHORT, planned)
 
 
 def _hook(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -317,12 +318,12 @@ def _another_method(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_changes_that_no_guard_sees_are_refused_while_they_last(
     planned: nn.Module, change: Any, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained(TRANSFORMER, planned)
+    trained(SHORT, planned)
     undo = change(monkeypatch)
     with pytest.raises(PlanMismatch, match=told):
-        trained(TRANSFORMER, planned)
+        trained(SHORT, planned)
     undo()
-    trained(TRANSFORMER, planned)
+    trained(SHORT, planned)
 
 
 class Table(dict):
@@ -365,7 +366,7 @@ def test_surroundings_that_change_in_every_step_are_told_and_let_go(
 
     def step() -> None:
         monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: own(self, x))
-        trained(TRANSFORMER, planned)
+        trained(SHORT, planned)
 
     for _ in range(MANY_SURROUNDINGS):
         step()
@@ -378,7 +379,7 @@ def test_surroundings_that_change_in_every_step_are_told_and_let_go(
 
 
 def test_other_kernels_of_attention_are_held_against_the_plan() -> None:
-    workload = dataclasses.replace(TRANSFORMER, build=functools.partial(Transformer, dropout=0.0))
+    workload = dataclasses.replace(SHORT, build=functools.partial(Transformer, dropout=0.0))
     plan = plan_by_hand(recorded(workload)[1], ())
 
     def train(budget_bytes: int) -> None:
@@ -395,7 +396,7 @@ def test_other_kernels_of_attention_are_held_against_the_plan() -> None:
 def test_a_step_that_calls_modules_and_never_the_planned_model_is_told(
     planned: nn.Module, plans: dict[str, Plan]
 ) -> None:
-    ids, _ = batch_of(TRANSFORMER)
+    ids, _ = batch_of(SHORT)
 
     def by_modules(model: Any) -> torch.Tensor:
         x = model.embed(ids)
@@ -406,26 +407,26 @@ def test_a_step_that_calls_modules_and_never_the_planned_model_is_told(
     with pytest.warns(UserWarning, match=r"no forward has run under the plan, .* calls of the model itself"):
         by_modules(planned).backward()
     by_modules(planned).backward()  # once
-    other = apply(built(TRANSFORMER), plans["transformer"])
-    loss_of(TRANSFORMER, other, batch_of(TRANSFORMER)).backward()
+    other = apply(built(SHORT), plans["short"])
+    loss_of(SHORT, other, batch_of(SHORT)).backward()
     by_modules(other).backward()
 
 
 def test_gradients_that_are_there_as_a_forward_begins_are_told_where_they_may_break_the_budget(
     planned: nn.Module, plans: dict[str, Plan]
 ) -> None:
-    roomy = dataclasses.replace(plans["transformer"], budget_bytes=1 << 40)
-    trained(TRANSFORMER, apply(built(TRANSFORMER), roomy), micro_batches=2)
-    loop = {**plans["transformer"].about, "accumulation": 2}
-    trained(TRANSFORMER, apply(built(TRANSFORMER), dataclasses.replace(plans["transformer"], about=loop)), 2)
-    tight = dataclasses.replace(plans["transformer"], budget_bytes=plans["transformer"].predicted["peak_bytes"])
+    roomy = dataclasses.replace(plans["short"], budget_bytes=1 << 40)
+    trained(SHORT, apply(built(SHORT), roomy), micro_batches=2)
+    loop = {**plans["short"].about, "accumulation": 2}
+    trained(SHORT, apply(built(SHORT), dataclasses.replace(plans["short"], about=loop)), 2)
+    tight = dataclasses.replace(plans["short"], budget_bytes=plans["short"].predicted["peak_bytes"])
     with pytest.warns(UserWarning, match=r"of gradients are there as a forward begins, .* \(`accumulation=`\)"):
-        trained(TRANSFORMER, apply(built(TRANSFORMER), tight), micro_batches=2)
+        trained(SHORT, apply(built(SHORT), tight), micro_batches=2)
 
 
 def test_gradients_that_a_backward_leaves_that_fails_are_told(plans: dict[str, Plan]) -> None:
-    tight = dataclasses.replace(plans["transformer"], budget_bytes=plans["transformer"].predicted["peak_bytes"])
-    model = apply(built(TRANSFORMER), tight)
+    tight = dataclasses.replace(plans["short"], budget_bytes=plans["short"].predicted["peak_bytes"])
+    model = apply(built(SHORT), tight)
 
     def fails(gradient: torch.Tensor) -> None:
         raise RuntimeError("of the user's own")
@@ -433,43 +434,43 @@ def test_gradients_that_a_backward_leaves_that_fails_are_told(plans: dict[str, P
     *_, middle, _ = model.parameters()
     handle = middle.register_hook(fails)
     with pytest.raises(RuntimeError, match="of the user's own"):
-        loss_of(TRANSFORMER, model, batch_of(TRANSFORMER)).backward()
+        loss_of(SHORT, model, batch_of(SHORT)).backward()
     assert next(model.parameters()).grad is None
     handle.remove()
     with pytest.warns(UserWarning, match="of gradients are there as a forward begins"):
-        loss_of(TRANSFORMER, model, batch_of(TRANSFORMER)).backward()
+        loss_of(SHORT, model, batch_of(SHORT)).backward()
 
 
 def test_a_look_between_a_forward_and_its_backward_is_told_where_the_plan_does_not_know(
     plans: dict[str, Plan],
 ) -> None:
     def look(model: nn.Module, batch: Any) -> torch.Tensor:
-        loss = loss_of(TRANSFORMER, model, batch)
+        loss = loss_of(SHORT, model, batch)
         with torch.no_grad():
             model(batch[0])
         return loss
 
     def train(plan: Plan) -> None:
-        look(apply(built(TRANSFORMER), plan), batch_of(TRANSFORMER)).backward()
+        look(apply(built(SHORT), plan), batch_of(SHORT)).backward()
 
-    train(dataclasses.replace(plans["transformer"], budget_bytes=1 << 40))
+    train(dataclasses.replace(plans["short"], budget_bytes=1 << 40))
     with pytest.warns(UserWarning, match="a forward without gradients runs between a forward and its backward"):
-        train(dataclasses.replace(plans["transformer"], budget_bytes=plans["transformer"].predicted["peak_bytes"]))
-    workload = dataclasses.replace(TRANSFORMER, step=look)
-    known = remat.plan(workload, budget="70%step", target=plans["transformer"].target)
+        train(dataclasses.replace(plans["short"], budget_bytes=plans["short"].predicted["peak_bytes"]))
+    workload = dataclasses.replace(SHORT, step=look)
+    known = remat.plan(workload, budget="70%step", target=plans["short"].target)
     train(dataclasses.replace(known, budget_bytes=known.predicted["peak_bytes"]))
-    model = apply(built(TRANSFORMER), plans["transformer"])
+    model = apply(built(SHORT), plans["short"])
     for _ in range(2):  # before a forward, and after its backward, it is an evaluation
         with torch.no_grad():
-            model(batch_of(TRANSFORMER)[0])
-        loss_of(TRANSFORMER, model, batch_of(TRANSFORMER)).backward()
+            model(batch_of(SHORT)[0])
+        loss_of(SHORT, model, batch_of(SHORT)).backward()
         model.zero_grad()
 
 
 def test_a_batch_without_rows_is_refused_and_the_next_one_trains(plans: dict[str, Plan]) -> None:
-    model = apply(built(TRANSFORMER), plans["transformer"])
+    model = apply(built(SHORT), plans["short"])
     for rows, refused in ((8, False), (0, True), (8, False)):
-        ids, labels = (each[:rows] for each in batch_of(TRANSFORMER))
+        ids, labels = (each[:rows] for each in batch_of(SHORT))
         with pytest.raises(PlanMismatch, match="this batch has no rows") if refused else contextlib.nullcontext():
             model(ids, labels).backward()
         model.zero_grad()
@@ -478,11 +479,11 @@ def test_a_batch_without_rows_is_refused_and_the_next_one_trains(plans: dict[str
 def test_own_hooks_on_saved_tensors_are_told_whatever_the_step_and_those_of_torch_are_not(
     plans: dict[str, Plan],
 ) -> None:
-    model = apply(built(TRANSFORMER), plans["transformer"])
+    model = apply(built(SHORT), plans["short"])
 
     def train(around: Any) -> None:
         with around:
-            loss = loss_of(TRANSFORMER, model, batch_of(TRANSFORMER))
+            loss = loss_of(SHORT, model, batch_of(SHORT))
         loss.backward()
 
     train(torch.autograd.graph.save_on_cpu())
@@ -499,30 +500,30 @@ def test_own_hooks_on_saved_tensors_are_told_whatever_the_step_and_those_of_torc
 
 def test_two_backwards_through_one_forward_are_told_where_they_may_break_the_budget(plans: dict[str, Plan]) -> None:
     def train(budget_bytes: int) -> None:
-        model = apply(built(TRANSFORMER), dataclasses.replace(plans["transformer"], budget_bytes=budget_bytes))
+        model = apply(built(SHORT), dataclasses.replace(plans["short"], budget_bytes=budget_bytes))
         for _ in range(2):
-            loss = loss_of(TRANSFORMER, model, batch_of(TRANSFORMER))
+            loss = loss_of(SHORT, model, batch_of(SHORT))
             loss.backward(retain_graph=True)
             (2 * loss).backward()
             model.zero_grad()
 
     train(1 << 40)
     with pytest.warns(UserWarning, match=r"kept its graph for another one \(retain_graph=True\)"):
-        train(plans["transformer"].predicted["peak_bytes"])
+        train(plans["short"].predicted["peak_bytes"])
 
 
 def test_a_gradient_that_is_differentiated_is_told_where_it_may_break_the_budget(plans: dict[str, Plan]) -> None:
     def train(budget_bytes: int) -> None:
-        model = apply(built(TRANSFORMER), dataclasses.replace(plans["transformer"], budget_bytes=budget_bytes))
+        model = apply(built(SHORT), dataclasses.replace(plans["short"], budget_bytes=budget_bytes))
         for _ in range(2):
-            loss = loss_of(TRANSFORMER, model, batch_of(TRANSFORMER))
+            loss = loss_of(SHORT, model, batch_of(SHORT))
             (slope,) = torch.autograd.grad(loss, model.get_parameter("head.weight"), create_graph=True)
             (loss + slope.square().sum()).backward()
             model.zero_grad()
 
     train(1 << 40)
     with pytest.warns(UserWarning, match=r"differentiated a gradient \(create_graph=True\)"):
-        train(plans["transformer"].predicted["peak_bytes"])
+        train(plans["short"].predicted["peak_bytes"])
 
 
 class Pair:
@@ -539,9 +540,9 @@ class OfPairs(Transformer):
 
 def test_a_larger_batch_within_an_object_is_told_and_not_taken_for_another_model() -> None:
     pairs = dataclasses.replace(
-        TRANSFORMER,
+        SHORT,
         build=OfPairs,
-        batch=lambda samples, length: Pair(*TRANSFORMER.batch(samples, length)),
+        batch=lambda samples, length: Pair(*SHORT.batch(samples, length)),
         step=lambda model, pair: model(pair),
     )
     plan = plan_by_hand(recorded(pairs)[1], ())
@@ -574,24 +575,24 @@ def test_a_backward_inside_of_autocast_is_told_where_it_may_break_the_budget(pla
 
 
 def test_a_copy_trains_its_own_parameters_with_the_plan(planned: nn.Module) -> None:
-    trained(TRANSFORMER, planned)
+    trained(SHORT, planned)
     planned.zero_grad()
     twin = copy.deepcopy(planned)
-    losses, found = trained(TRANSFORMER, twin)
-    assert counts_of(twin).regions == 4
+    losses, found = trained(SHORT, twin)
+    assert counts_of(twin).regions == 2
     assert gradients(planned) == []
-    expected = trained(TRANSFORMER, built(TRANSFORMER))
+    expected = trained(SHORT, built(SHORT))
     assert losses == expected[0]
     assert same(found, expected[1])
     assert remove(twin).__dict__.get("forward") is None
-    assert counts_of(planned).regions == 4  # the original keeps its plan
+    assert counts_of(planned).regions == 2  # the original keeps its plan
 
 
 def test_a_pickled_model_comes_back_with_its_plan(planned: nn.Module) -> None:
     twin = pickle.loads(pickle.dumps(planned))
-    losses, found = trained(TRANSFORMER, twin)
-    assert counts_of(twin).regions == 4
-    expected = trained(TRANSFORMER, built(TRANSFORMER))
+    losses, found = trained(SHORT, twin)
+    assert counts_of(twin).regions == 2
+    expected = trained(SHORT, built(SHORT))
     assert losses == expected[0]
     assert same(found, expected[1])
 
@@ -600,18 +601,18 @@ def test_a_pickled_model_comes_back_with_its_plan(planned: nn.Module) -> None:
 
 
 def test_a_plan_is_applied_from_its_file(tmp_path: Path, plans: dict[str, Plan]) -> None:
-    plans["transformer"].save(tmp_path / "toy.plan.json")
-    model = built(TRANSFORMER)
+    plans["short"].save(tmp_path / "toy.plan.json")
+    model = built(SHORT)
     assert apply(model, tmp_path / "toy.plan.json") is model
-    trained(TRANSFORMER, model)
-    assert counts_of(model).regions == 4
+    trained(SHORT, model)
+    assert counts_of(model).regions == 2
 
 
 @pytest.mark.parametrize("removed", [False, True])
 def test_a_model_that_is_dropped_is_freed_with_its_weights(removed: bool, plans: dict[str, Plan]) -> None:
     """Dynamo keeps what it traced until the process ends; a search over settings makes one model after another."""
-    model = apply(built(TRANSFORMER), plans["transformer"])
-    model(*batch_of(TRANSFORMER)).backward()
+    model = apply(built(SHORT), plans["short"])
+    model(*batch_of(SHORT)).backward()
     if removed:
         remove(model)
     alive = weakref.ref(model), weakref.ref(model.get_parameter("embed.weight"))
@@ -622,13 +623,13 @@ def test_a_model_that_is_dropped_is_freed_with_its_weights(removed: bool, plans:
 
 @pytest.mark.exhaustive
 def test_a_second_plan_replaces_the_first(planned: nn.Module, graphs: Any) -> None:
-    trained(TRANSFORMER, planned)
-    graph = graphs["transformer"][1]
+    trained(SHORT, planned)
+    graph = graphs["short"][1]
     apply(planned, plan_by_hand(graph, CHOICES["all-in-one"](graph)))
     planned.zero_grad()
-    losses, found = trained(TRANSFORMER, planned)
+    losses, found = trained(SHORT, planned)
     assert counts_of(planned).regions == 1
-    expected = trained(TRANSFORMER, built(TRANSFORMER))
+    expected = trained(SHORT, built(SHORT))
     assert losses == expected[0]
     assert same(found, expected[1])
     assert remove(planned).__dict__.get("forward") is None
@@ -643,11 +644,11 @@ def test_remove_restores_the_model(planned: nn.Module) -> None:
 
 
 def test_a_forward_of_the_users_own_is_kept_under_the_plan(plans: dict[str, Plan]) -> None:
-    model = built(TRANSFORMER)
+    model = built(SHORT)
     own = model.forward = types.MethodType(patched_forward, model)
-    apply(model, plans["transformer"])
-    trained(TRANSFORMER, model)
-    assert counts_of(model).regions == 4
+    apply(model, plans["short"])
+    trained(SHORT, model)
+    assert counts_of(model).regions == 2
     assert remove(model).forward is own
 
 
@@ -658,13 +659,13 @@ def patched_forward(self: Transformer, ids: torch.Tensor, labels: torch.Tensor) 
 
 def test_a_plan_holds_where_the_compiler_is_told_to_stay_away(planned: nn.Module) -> None:
     with torch.compiler.set_stance("force_eager"):
-        trained(TRANSFORMER, planned)
-    assert counts_of(planned).regions == 4
+        trained(SHORT, planned)
+    assert counts_of(planned).regions == 2
 
 
 @pytest.mark.exhaustive
 def test_a_trained_model_is_exported_for_evaluation(planned: nn.Module) -> None:
-    ids, labels = batch_of(TRANSFORMER)
+    ids, labels = batch_of(SHORT)
     planned(ids, labels).backward()
     exported = torch.export.export(planned.eval(), (ids,)).module()
     assert torch.equal(exported(ids), planned(ids))
@@ -675,9 +676,9 @@ def test_a_trained_model_is_exported_for_evaluation(planned: nn.Module) -> None:
 
 @pytest.mark.exhaustive
 def test_a_plan_for_another_model_is_refused_at_the_first_forward(plans: dict[str, Plan]) -> None:
-    deeper = apply(Transformer(layers=5), plans["transformer"])
+    deeper = apply(Transformer(layers=5), plans["short"])
     with pytest.raises(PlanMismatch, match="made for 'toy-transformer', whose graph differs"):
-        deeper(*batch_of(TRANSFORMER))
+        deeper(*batch_of(SHORT))
 
 
 def test_a_plan_under_autocast_is_refused_without(plans: dict[str, Plan]) -> None:
@@ -690,29 +691,29 @@ def test_a_plan_under_autocast_is_refused_without(plans: dict[str, Plan]) -> Non
 
 def test_a_plan_without_autocast_is_refused_under_it(planned: nn.Module) -> None:
     with pytest.raises(PlanMismatch, match="for no autocast, this forward runs autocast to bfloat16"):
-        loss_of(TRANSFORMER_BF16, planned, batch_of(TRANSFORMER))
+        loss_of(TRANSFORMER_BF16, planned, batch_of(SHORT))
 
 
 def test_parameters_of_another_dtype_are_refused(planned: nn.Module) -> None:
     planned.to(torch.bfloat16)
     with pytest.raises(PlanMismatch, match=r"parameters of \['float32'\], this model has \['bfloat16'\]"):
-        planned(*batch_of(TRANSFORMER))
+        planned(*batch_of(SHORT))
 
 
 @pytest.mark.parametrize("inner_first", [False, True])
 def test_a_plan_within_a_planned_model_is_refused(inner_first: bool, plans: dict[str, Plan]) -> None:
-    model = built(TRANSFORMER)
+    model = built(SHORT)
     parts = [model, model.get_submodule("layers.1")]
     for part in reversed(parts) if inner_first else parts:
-        apply(part, plans["transformer"])
+        apply(part, plans["short"])
     with pytest.raises(PlanMismatch, match=r"other plans are applied inside of this model \(on layers.1\)"):
-        model(*batch_of(TRANSFORMER))
+        model(*batch_of(SHORT))
 
 
 def test_a_model_with_a_plan_is_not_planned(planned: nn.Module) -> None:
     around = nn.Sequential(planned)
     with pytest.raises(CaptureError, match="a model that a plan is applied to"):
-        FakeStep(dataclasses.replace(TRANSFORMER, build=lambda: around), device=CPU)
+        FakeStep(dataclasses.replace(SHORT, build=lambda: around), device=CPU)
 
 
 def test_a_scripted_module_is_refused_by_name() -> None:
@@ -720,25 +721,25 @@ def test_a_scripted_module_is_refused_by_name() -> None:
         warnings.simplefilter("ignore")  # of torch: deprecated
         model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.ReLU()))
     with pytest.raises(CaptureError, match=r"a module of TorchScript \(1\), which cannot be traced"):
-        FakeStep(dataclasses.replace(TRANSFORMER, build=lambda: model), device=CPU)
+        FakeStep(dataclasses.replace(SHORT, build=lambda: model), device=CPU)
 
 
 def test_lazy_parameters_are_refused_by_name(plans: dict[str, Plan]) -> None:
     lazy = nn.Sequential(nn.LazyLinear(4))
     with pytest.raises(CaptureError, match=r"0.weight, 0.bias get a shape in its first forward. Let `build` run"):
-        FakeStep(dataclasses.replace(TRANSFORMER, build=lambda: lazy), device=CPU)
+        FakeStep(dataclasses.replace(SHORT, build=lambda: lazy), device=CPU)
     with pytest.raises(PlanMismatch, match=r"0.weight, 0.bias get theirs in the first forward of a lazy module"):
-        apply(lazy, plans["transformer"])(torch.ones(2, 2))
+        apply(lazy, plans["short"])(torch.ones(2, 2))
 
 
 def test_a_step_under_a_dispatch_mode_is_refused_with_a_remedy(planned: nn.Module) -> None:
     with FlopCounterMode(display=False), pytest.raises(PlanMismatch, match=r"FlopCounterMode is one.*without the plan"):
-        planned(*batch_of(TRANSFORMER))
+        planned(*batch_of(SHORT))
 
 
 def test_what_is_no_module_is_refused(plans: dict[str, Plan]) -> None:
     with pytest.raises(UsageError, match=r"needs a torch.nn.Module, not function"):
-        apply(lambda: None, plans["transformer"])  # type: ignore[type-var]
+        apply(lambda: None, plans["short"])  # type: ignore[type-var]
 
 
 # The evaluator and the executor count alike, on the families of the registry
