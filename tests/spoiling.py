@@ -22,7 +22,7 @@ from remat.chunking.chunked_loss import ChunkedLoss
 from remat.execution.eager import rewrite, rewritten_calls
 from remat.execution.modules import regions
 from remat.workload.workload import Workload
-from tests.toys import CONVNET, TRANSFORMER, TRANSFORMER_BF16
+from tests.toys import CONVNET, SHORT, TRANSFORMER, TRANSFORMER_BF16
 
 Patch = pytest.MonkeyPatch
 Spoiler = Callable[[Patch], None]
@@ -299,37 +299,37 @@ def _rows_of_another(patch: Patch) -> None:
 
 
 SPOILT: dict[str, Spoilt] = {
-    "another-function": Spoilt(TRANSFORMER, "every-block", _in_graph(_replaced("gelu", F.relu))),
-    "swapped-weights": Spoilt(TRANSFORMER, "every-block", _in_graph(_swapped_weights)),
-    "stale-constant": Spoilt(TRANSFORMER, "every-block", _in_graph(_replaced("linear", _stale))),
-    "detached": Spoilt(TRANSFORMER, "every-block", _in_graph(_replaced("linear", _detached))),
+    "another-function": Spoilt(SHORT, "every-block", _in_graph(_replaced("gelu", F.relu))),
+    "swapped-weights": Spoilt(SHORT, "every-block", _in_graph(_swapped_weights)),
+    "stale-constant": Spoilt(SHORT, "every-block", _in_graph(_replaced("linear", _stale))),
+    "detached": Spoilt(SHORT, "every-block", _in_graph(_replaced("linear", _detached))),
     "residual-of-another-layer": Spoilt(TRANSFORMER, "every-block", _in_graph(_residual_of_another_layer)),
-    "queries-for-keys": Spoilt(TRANSFORMER, "half-saved", _in_graph(_queries_for_keys)),
-    "labels-of-ids": Spoilt(TRANSFORMER, "every-block", _in_graph(_labels_of_ids)),
-    "other-epsilon": Spoilt(TRANSFORMER, "nested", _in_graph(_replaced("layer_norm", _other_epsilon))),
-    "other-rate": Spoilt(TRANSFORMER, "every-block", _in_graph(_replaced("dropout", _other_rate))),
-    "drawing-once-more": Spoilt(TRANSFORMER, "every-block", _in_graph(_replaced("dropout", _drawing_once_more))),
+    "queries-for-keys": Spoilt(SHORT, "half-saved", _in_graph(_queries_for_keys)),
+    "labels-of-ids": Spoilt(SHORT, "every-block", _in_graph(_labels_of_ids)),
+    "other-epsilon": Spoilt(SHORT, "nested", _in_graph(_replaced("layer_norm", _other_epsilon))),
+    "other-rate": Spoilt(SHORT, "every-block", _in_graph(_replaced("dropout", _other_rate))),
+    "drawing-once-more": Spoilt(SHORT, "every-block", _in_graph(_replaced("dropout", _drawing_once_more))),
     "uncast": Spoilt(TRANSFORMER_BF16, "every-block", _in_graph(_replaced("linear", _uncast))),
     "slower-statistics": Spoilt(CONVNET, "every-block", _in_graph(_replaced("batch_norm", _slower))),
-    "saved-of-another-region": Spoilt(TRANSFORMER, "saved-matmuls", _saved_of_another_region),
+    "saved-of-another-region": Spoilt(SHORT, "saved-matmuls", _saved_of_another_region),
     "saved-of-another-region-amp": Spoilt(TRANSFORMER_BF16, "half-saved", _saved_of_another_region),
     "saved-is-overwritten": Spoilt(CONVNET, "saved-matmuls", _saved_is_overwritten),
-    "drawn-anew": Spoilt(TRANSFORMER, "every-block", _drawn_anew),
-    "drawn-anew-nested": Spoilt(TRANSFORMER, "nested", _drawn_anew),
-    "drawn-anew-after-a-saved-one": Spoilt(TRANSFORMER, "first-dropout-saved", _drawn_anew),
-    "drawn-as-the-first": Spoilt(TRANSFORMER, "every-block", _drawn_as_the_first),
+    "drawn-anew": Spoilt(SHORT, "every-block", _drawn_anew),
+    "drawn-anew-nested": Spoilt(SHORT, "nested", _drawn_anew),
+    "drawn-anew-after-a-saved-one": Spoilt(SHORT, "first-dropout-saved", _drawn_anew),
+    "drawn-as-the-first": Spoilt(SHORT, "every-block", _drawn_as_the_first),
     "random-nodes-forgotten": Spoilt(CONVNET, "every-block", _random_nodes_forgotten),
-    "drifted-input": Spoilt(TRANSFORMER, "every-block", _recomputing(_drifted)),
-    "drifted-input-nested": Spoilt(TRANSFORMER, "nested-with-rest", _recomputing(_drifted)),
-    "other-weights": Spoilt(TRANSFORMER, "pairs-of-segments", _recomputing(_other_weights)),
-    "cast-before": Spoilt(TRANSFORMER, "half-saved", _recomputing(_cast_before)),
+    "drifted-input": Spoilt(SHORT, "every-block", _recomputing(_drifted)),
+    "drifted-input-nested": Spoilt(SHORT, "nested-with-rest", _recomputing(_drifted)),
+    "other-weights": Spoilt(SHORT, "pairs-of-segments", _recomputing(_other_weights)),
+    "cast-before": Spoilt(SHORT, "half-saved", _recomputing(_cast_before)),
     "stepped-twice": Spoilt(CONVNET, "every-block", _stepped_twice),
     "counted-twice": Spoilt(CONVNET, "all-in-one", _counted_twice),
-    "modules-draw-anew": Spoilt(TRANSFORMER, "modules", _modules_draw_anew),
+    "modules-draw-anew": Spoilt(SHORT, "modules", _modules_draw_anew),
     "modules-step-twice": Spoilt(CONVNET, "modules", _modules_step_twice),
     "modules-with-other-inputs": Spoilt(CONVNET, "modules", _modules_with_other_inputs),
-    "modules-at-another-rate": Spoilt(TRANSFORMER, "modules", _modules_at_another_rate),
-    "slice-left-out": Spoilt(TRANSFORMER, "slices", _sliced(_without_last_slice)),
-    "slices-scaled": Spoilt(TRANSFORMER, "slices", _sliced(lambda losses: losses * 1.01)),
-    "rows-of-another": Spoilt(TRANSFORMER, "slices", _rows_of_another),
+    "modules-at-another-rate": Spoilt(SHORT, "modules", _modules_at_another_rate),
+    "slice-left-out": Spoilt(SHORT, "slices", _sliced(_without_last_slice)),
+    "slices-scaled": Spoilt(SHORT, "slices", _sliced(lambda losses: losses * 1.01)),
+    "rows-of-another": Spoilt(SHORT, "slices", _rows_of_another),
 }

@@ -32,7 +32,7 @@ from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 from tests.toys import (
     CHOICES,
     CONVNET,
-    TRANSFORMER,
+    SHORT,
     VOCAB,
     Transformer,
     graph_of,
@@ -52,10 +52,10 @@ Came = list[Tensor]
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    return graph_of(TRANSFORMER)
+    return graph_of(SHORT)
 
 
-def built(workload: Workload = TRANSFORMER) -> Any:
+def built(workload: Workload = SHORT) -> Any:
     torch.manual_seed(0)
     return workload.build()
 
@@ -393,7 +393,7 @@ def test_an_error_leaves_all_that_the_user_compiled(graph: Graph) -> None:
 @pytest.mark.fast("full_backward_pre_hook")
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
 def test_hooks_of_layers_that_the_plan_was_made_with_run_once_a_step(kind: str) -> None:
-    workload = dataclasses.replace(TRANSFORMER, build=lambda: Hooked(kind))
+    workload = dataclasses.replace(SHORT, build=lambda: Hooked(kind))
     found = graph_of(workload)
     untouched, model = built(workload), built(workload)
     apply(model, plan_by_hand(found, tricky_layers.largest(found)))
@@ -472,7 +472,7 @@ class WithAdapters(Transformer):
     """A frozen transformer whose projections have adapters; only they are trained."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(layers=2)
         self.requires_grad_(False)
         for layer in self.layers:
             layer.qkv, layer.up = Adapted(layer.qkv), Adapted(layer.up)  # type: ignore[arg-type]
@@ -481,7 +481,7 @@ class WithAdapters(Transformer):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("choice", ["every-block", "half-saved", "nested"])
 def test_adapters_on_a_frozen_model_are_trained_as_without_a_plan(choice: str) -> None:
-    workload = dataclasses.replace(TRANSFORMER, name="adapted", build=WithAdapters)
+    workload = dataclasses.replace(SHORT, name="adapted", build=WithAdapters)
     model = apply(built(workload), plan_for(workload, CHOICES[choice]))
     untouched = built(workload)
     for each in (untouched, model):
@@ -505,7 +505,7 @@ def test_a_larger_batch_is_told_its_peak(graph: Graph) -> None:
 
 @pytest.mark.exhaustive
 def test_more_parameters_to_train_than_planned_are_told_of() -> None:
-    workload = dataclasses.replace(TRANSFORMER, name="adapted", build=WithAdapters)
+    workload = dataclasses.replace(SHORT, name="adapted", build=WithAdapters)
     plan = plan_for(workload, half_saved)
     ways: tuple[OnLarger, ...] = ("warn", "refuse")
     for on_larger in ways:
@@ -525,7 +525,7 @@ def test_more_parameters_to_train_than_planned_are_told_of() -> None:
 @pytest.mark.exhaustive
 def test_dropout_that_was_off_when_planned_is_refused() -> None:
     """There is no room for its mask."""
-    found = graph_of(dataclasses.replace(TRANSFORMER, build=lambda: Transformer(dropout=0.0)))
+    found = graph_of(dataclasses.replace(SHORT, build=lambda: Transformer(layers=2, dropout=0.0)))
     model = apply(built(), plan_by_hand(found, tricky_layers.largest(found)))
     with pytest.raises(PlanMismatch, match="draws random numbers, and did not when planned"):
         backward(model)
@@ -544,10 +544,10 @@ def test_kernels_that_a_script_chooses_for_the_forward_are_those_of_its_recomput
 
     def step(model: Any, given: Any) -> Tensor:
         with around():
-            return TRANSFORMER.step(model, given)
+            return SHORT.step(model, given)
 
     came, build = [], functools.partial(Transformer, dropout=0.0)  # with dropout a CPU has one kernel of attention
-    workload = dataclasses.replace(TRANSFORMER, build=build, step=step)
+    workload = dataclasses.replace(SHORT, build=build, step=step)
     for planned in (False, True):
         model = apply(built(workload), plan_for(workload)) if planned else built(workload)
         step(model, batch()).backward()
