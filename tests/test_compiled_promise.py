@@ -28,6 +28,7 @@ from remat.compiled.partitioner import BudgetPartitioner
 from remat.compiled.promise import CompiledStep
 from remat.costing.device_allocator import measure_peak
 from remat.errors import Infeasible, NoPlanInTime, PlanMismatch, UsageError
+from tests.cached import cached
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 from tests.test_any_optimizer import Pair, Sharp
 
@@ -66,7 +67,12 @@ def stepped(run: Callable[..., torch.Tensor], times: int) -> None:
 
 @pytest.fixture
 def of_one_run() -> int:
-    """The peak of a step that runs the block once, as PyTorch saves values."""
+    return peak_of_one_run()
+
+
+@cached
+def peak_of_one_run() -> int:
+    """Of a step that runs the block once, as PyTorch saves values."""
     step = CompiledStep()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "CompiledStep", lambda: step)
