@@ -14,7 +14,8 @@ DEV_STAMP := $(VENV)/.installed-dev
 DOCS_STAMP := $(VENV)/.installed-docs
 BROWSER_STAMP := $(VENV)/.installed-browser
 # glibc would give memory back to the system after each of many tables, and take it again: a tenth of the time.
-PYTEST := MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=1000000000 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+# What was compiled of the tests is kept, whatever the shell says: to rewrite their assertions takes a process six seconds.
+PYTEST := PYTHONDONTWRITEBYTECODE= MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=1000000000 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help
