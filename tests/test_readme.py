@@ -204,6 +204,7 @@ SLOW_COMMANDS = {
     "remat plan --model gpt2 --budget 20GiB --target h200 --dtype bf16 --batch-size 32": "the same, elsewhere",
     "remat plan --model gpt2 --budget 20GiB --execution modules": "test_modules.py plans with it on the command line",
     "remat profile --model gpt2 --costs h100.csv": "test_kernel_table.py writes a table on the command line",
+    "remat estimate --model gpt2": "test_cli_memory.py estimates on the command line",
     "remat check --model gpt2 --target rtx4090": "test_checking.py checks on the command line",
     "remat timeline --plan gpt2.plan.json --plot gpt2.png --snapshot gpt2.pickle": "test_cli_memory.py draws one",
 }
@@ -549,6 +550,8 @@ SLOW = {
     "for batch in loader:": "plans and trains; test_frameworks.py runs the same as an example",
     "remat.most_tokens(": "records a dozen shapes; test_token_cap.py holds the claim",
     "remat.compile(": "plans and compiles C++, twice",
+    "remat.planned_step(": "plans and trains; test_planned_step.py and test_first_step.py do the same",
+    "remat.offload_weights(": "plans and trains; test_weights_on_host.py holds the claim",
     "remat.integrations.transformers": "trains four steps; test_trainers.py makes and trains such a plan",
     "remat.integrations.lightning": "test_frameworks.py runs the same as an example",
     "remat.integrations.accelerate": "test_frameworks.py runs the same as an example",
