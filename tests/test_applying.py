@@ -724,6 +724,21 @@ def test_a_scripted_module_is_refused_by_name() -> None:
         FakeStep(dataclasses.replace(SHORT, build=lambda: model), device=CPU)
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_a_program_of_torch_export_is_refused_by_name() -> None:
+    def build() -> nn.Module:
+        return torch.export.export(nn.Linear(8, 8), (torch.zeros(2, 8),)).module()
+
+    with pytest.raises(CaptureError, match=r"without a training mode .*: a program of torch.export has none"):
+        FakeStep(dataclasses.replace(SHORT, build=build), device=CPU)
+
+
+def test_a_model_of_dtensors_is_refused_by_name(planned: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed.tensor, "DTensor", nn.Parameter)
+    with pytest.raises(PlanMismatch, match="parameters of this model are DTensors"):
+        planned(*batch_of(SHORT))
+
+
 def test_lazy_parameters_are_refused_by_name(plans: dict[str, Plan]) -> None:
     lazy = nn.Sequential(nn.LazyLinear(4))
     with pytest.raises(CaptureError, match=r"0.weight, 0.bias get a shape in its first forward. Let `build` run"):
@@ -735,6 +750,13 @@ def test_lazy_parameters_are_refused_by_name(plans: dict[str, Plan]) -> None:
 def test_a_step_under_a_dispatch_mode_is_refused_with_a_remedy(planned: nn.Module) -> None:
     with FlopCounterMode(display=False), pytest.raises(PlanMismatch, match=r"FlopCounterMode is one.*without the plan"):
         planned(*batch_of(SHORT))
+
+
+def test_what_is_no_plan_or_no_answer_is_refused(plans: dict[str, Plan]) -> None:
+    with pytest.raises(UsageError, match="apply needs a plan, or the path of its file, not int"):
+        apply(TRANSFORMER.build(), 3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="`on_larger=` is 'warn' or 'refuse', not 'refused'"):
+        apply(TRANSFORMER.build(), next(iter(plans.values())), on_larger="refused")  # type: ignore[arg-type]
 
 
 def test_what_is_no_module_is_refused(plans: dict[str, Plan]) -> None:

@@ -279,6 +279,7 @@ def test_a_plan_short_of_the_proof_says_how_far() -> None:
         pytest.param(stack("--bogus"), "No such option: --bogus", id="option"),
         pytest.param(stack(budget="20"), "'20' is not a positive number with a unit", id="no-unit"),
         pytest.param(stack(budget="-5GiB"), "'-5GiB' is not a positive number with a unit", id="negative"),
+        pytest.param(stack(budget="0%step"), "a budget is more than 0 bytes, and this is '0%step'", id="nothing"),
         pytest.param(stack(budget="nanGiB"), "'nanGiB' is not a positive number", id="not-a-number"),
         pytest.param(stack("--headroom", "73MiB"), "leaves nothing; raise the budget", id="headroom"),
         pytest.param(stack("--batch-size", "0"), "Invalid value for '--batch-size'", id="batch-size"),

@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import pickle
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from remat.compiled.partitioner import BudgetPartitioner
 from remat.compiled.promise import CompiledStep
 from remat.costing.device_allocator import measure_peak
 from remat.errors import Infeasible, NoPlanInTime, PlanMismatch, UsageError
+from remat.units import parse_bytes
 from tests.cached import cached
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 from tests.test_any_optimizer import Pair, Sharp
@@ -335,6 +337,32 @@ def test_a_batch_larger_than_planned_is_refused_on_request() -> None:
         run(batch(8 * ROWS))
 
 
+def test_the_peak_of_a_larger_batch_is_told_without_gradients_that_come_later() -> None:
+    """Gradients are as large as what is kept for backward, and are made after its peak."""
+    width, rows = 64, 66
+    layers = (nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in "abcd")
+    model = nn.Sequential(*layers)
+    parameters = sum(p.nbytes for p in model.parameters())
+    step = remat.compile(model, 3 * parameters, optimizer=None, dynamic=True)
+
+    def peak(rows: int) -> int:
+        x = torch.randn(rows, width)
+
+        def run() -> None:
+            step(x).sum().backward()
+            model.zero_grad()
+
+        run()
+        return parameters + x.nbytes + measure_peak(run, torch.device("cpu"))
+
+    peak(rows)
+    with pytest.warns(UserWarning, match="this batch has") as told:
+        measured = peak(4 * rows)
+    (said,) = (re.search(r"be about (\S+ \w+);", str(each.message)) for each in told)
+    assert said is not None
+    assert parse_bytes(said[1]) == pytest.approx(measured, rel=0.05)
+
+
 def test_a_batch_that_keeps_the_budget_however_it_grows_is_not_told_of() -> None:
     run = compiled("1GiB", dynamic=True)
     for rows in (ROWS, 8 * ROWS):
@@ -397,6 +425,7 @@ def test_graphs_that_ddp_cuts_share_a_budget_with_its_buckets(alone_in_a_group: 
     [
         ({"budget": "20"}, "budget '20' is not .* 20GiB"),
         ({"budget": -1}, "`budget=` is a size .* number of bytes, not -1"),
+        ({"budget": 0}, "`budget=` is more than 0 bytes, and this is 0"),
         ({"outside": "banana"}, "outside 'banana' is not"),
         ({"outside": 1.5}, "`outside=` is a size"),
         ({"holds": "output"}, "`holds=` is 'loss' or 'outputs', not 'output'"),
@@ -413,6 +442,11 @@ def test_graphs_that_ddp_cuts_share_a_budget_with_its_buckets(alone_in_a_group: 
 def test_a_request_that_cannot_be_meant_is_refused_at_once(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         compiled(**{"budget": "1GiB", **asked})
+
+
+def test_a_model_without_data_is_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="the model is on the meta device"):
+        remat.compile(Block().to("meta"), "1GiB")
 
 
 @pytest.mark.parametrize(

@@ -476,7 +476,14 @@ def fake_model(
 
     if any(parameter.device.type != "meta" for parameter in model.parameters()):
         model = _copied(model, fake)
-    return model.train(), SharedState(model, fake, step)
+    try:
+        model.train()
+    except NotImplementedError as error:
+        raise CaptureError(
+            f"`build` returned a model without a training mode ({error}): a program of torch.export has none. Return "
+            "the module that it was exported from."
+        ) from error
+    return model, SharedState(model, fake, step)
 
 
 def _built(build: Callable[[], nn.Module], device: str) -> nn.Module:

@@ -38,7 +38,8 @@ class CompileArguments:
     mode: str | None = None
 
     def __post_init__(self) -> None:
-        _bytes("budget", self.budget)
+        if not _bytes("budget", self.budget):
+            raise UsageError(f"`budget=` is more than 0 bytes, and this is {self.budget!r}.")
         _bytes("outside", self.outside)
         for name in ("accumulation", "batches", "uses"):
             count = getattr(self, name)

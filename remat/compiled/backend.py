@@ -82,6 +82,8 @@ def compile(
     asked = CompileArguments(
         budget, optimizer, accumulation, batches, outside, uses, holds, numerics, on_larger, model, mode
     )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UsageError("the model is on the meta device, without data: compile it where it trains.")
     _inductor(mode, of_inductor)
     given = of_inductor | {name: WeakArgument.of(getattr(asked, name)) for name in NAMES} | {"step": CompiledStep()}
     name_losses(model)

@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -302,20 +303,26 @@ class Promise:
         if found <= self.largest:
             return
         times = found / planned
-        peak = cut.peak_bytes
-        grows = max(peak - self.outside.always - self.outside.gradients, 0)
-        if peak + grows * (times**2 - 1) <= self.asked.budget_bytes:
+        if self._peak_of(cut, times**2) <= self.asked.budget_bytes:
             return
         text = (
             f"this batch has {found} elements, the compiled step was planned for {planned} ({self.place}): its peak "
-            f"will exceed the planned {gib(peak)} and be about {gib(int(peak + grows * (times - 1)))}; the budget is "
-            f"{gib(self.asked.budget_bytes)}. Compile with `dynamic=True` and run the largest batch first, or with "
+            f"will exceed the planned {gib(cut.peak_bytes)} and be about {gib(self._peak_of(cut, times))}; the budget "
+            f"is {gib(self.asked.budget_bytes)}. Compile with `dynamic=True` and run the largest batch first, or with "
             "`dynamic=False`, which plans each size by itself."
         )
         if self.asked.on_larger == "refuse":
             raise PlanMismatch(text)
         self.largest = found
         warn(text)
+
+    def _peak_of(self, cut: Cut, times: float) -> int:
+        """Estimate the peak of a batch `times` as large. Gradients of parameters do not grow; backward makes them."""
+        fixed, backward = self.outside.during_graphs, [*cut.halves.calls.values()] or [cut.halves.backward]
+        made = np.linspace(0, self.outside.gradients, len(backward) + 1)[:-1]
+        grown = [times * max(size - of, 0) + of for size, of in zip(backward, made, strict=True)]
+        beside = max(cut.peak_bytes - fixed - cut.halves.peak, 0)
+        return int(fixed + times * beside + max(times * cut.halves.forward, *grown))
 
 
 def _opened(graph: fx.Graph) -> tuple[int, ...]:

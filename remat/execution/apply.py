@@ -54,6 +54,8 @@ def apply(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"apply needs a torch.nn.Module, not {type(model).__name__}.")
+    if not isinstance(plan, Plan | str | os.PathLike):
+        raise UsageError(f"apply needs a plan, or the path of its file, not {type(plan).__name__}.")
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
     if plan.about.get(WITH_STEP) and not isinstance(model, StepModule):

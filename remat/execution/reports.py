@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
-from remat.errors import PlanMismatch
+from remat.errors import PlanMismatch, UsageError
 from remat.warn import warn
 
 OnLarger = Literal["warn", "refuse"]
@@ -13,10 +13,13 @@ OnLarger = Literal["warn", "refuse"]
 class Reports:
     """The reports of one model so far, by key.
 
-    on_larger  whether a report that a step may need more memory than planned is a warning or an error
+    on_larger  whether a report that a step may need more memory than planned is a warning or an error; UsageError for
+               another word
     """
 
     def __init__(self, on_larger: OnLarger):
+        if on_larger not in get_args(OnLarger):
+            raise UsageError(f"`on_larger=` is 'warn' or 'refuse', not {on_larger!r}.")
         self.on_larger = on_larger
         self.made: set[str] = set()
 

@@ -71,6 +71,8 @@ def parse_budget(
         given = parse_bytes(budget.strip()[: -len("step")], what="budget", whole_bytes=step_bytes)
     else:
         given = parse_bytes(budget, what="budget", whole_bytes=memory_bytes)
+    if given <= 0:
+        raise UsageError(f"a budget is more than 0 bytes, and this is {budget!r}.")
     spare = headroom or 0
     if isinstance(spare, str):
         spare = parse_bytes(spare, what="headroom", whole_bytes=given)

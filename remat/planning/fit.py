@@ -314,7 +314,7 @@ def longest_of(sizing: Sizing) -> Plan:
     """Run `longest_sequence` for a Sizing."""
     workload, loop = sizing.workload, sizing.loop
     if workload.seq_len is None:
-        raise UsageError(f"{workload.name} has no sequences; ask for --max-batch.")
+        raise UsageError(f"{workload.name} has no sequences; ask for the largest batch (largest_batch, --max-batch).")
     step, size = max(workload.seq_len // SEQ_PARTS, 1), workload.batch_size
     cuts = is_power_of_two(loop.accumulation)
 

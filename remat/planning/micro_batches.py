@@ -19,9 +19,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
-from torch.utils._pytree import tree_leaves
-
 from remat.costing.costs import estimated_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
@@ -51,6 +48,7 @@ from remat.recording.recorder import record
 from remat.recording.reslice import HeadCall, Resliced, filled
 from remat.recording.tracker import Tracker
 from remat.solvers import EXACT
+from remat.workload.batches import tensors_of
 from remat.workload.training_loop import TrainingLoop, is_power_of_two
 from remat.workload.workload import Workload
 
@@ -318,10 +316,11 @@ class MicroBatches:
         graph = with_untraced(graph, step, estimated_costs(graph, target), unrounded)
         alignment_bytes = target.alignment_bytes
         fixed = step.fix_state(Tracker(alignment_bytes)) if alignment_bytes > 1 else graph.fixed_bytes
-        tensors = [leaf for leaf in tree_leaves(step.batch) if isinstance(leaf, torch.Tensor)]
         shared = shard(dataclasses.replace(graph, fixed_bytes=fixed), loop)
         return UnroundedRecord(
-            shard(graph, loop), shared.fixed_bytes, tuple(t.untyped_storage().nbytes() for t in tensors)
+            shard(graph, loop),
+            shared.fixed_bytes,
+            tuple(t.untyped_storage().nbytes() for t in tensors_of(step.batch)),
         )
 
     def recorded(self, micro_batch: int, accumulation: int) -> tuple[Profile, FakeStep]:

@@ -60,6 +60,7 @@ from remat.recording.tracker import Tracker
 from remat.recording.trails import Trail, reads_of, said_of, trail_of
 from remat.recording.view_histories import ViewHistories
 from remat.workload.any_optimizer import AnyOptimizer, Closure
+from remat.workload.batches import tensors_of
 from remat.workload.held_outputs import HeldOutputs
 from remat.workload.reference import references_run_by
 from remat.workload.replaced_forward import ReplacedForward, modules_under_plans
@@ -564,7 +565,7 @@ class FakeStep:
         if self.deferred is None:
             if self._is_untraced or self.calls.made or not isinstance(loss, torch.Tensor):
                 return loss
-            if reaches_parameters(loss, self.model):  # by other modules than those that are traced
+            if reaches_parameters(loss, self.model) or not_a_loss(loss):  # by other modules than those that are traced
                 return loss
             self.deferred = DeferredPasses(trainable(self.model))
             with torch.autocast(self.device.type, enabled=False):  # where backward runs
@@ -759,7 +760,7 @@ class FakeStep:
         fixed = {
             "parameters": self._here_of(parameters, tracker) + tracker.fix(beside),
             "buffers": tracker.fix(list(self.model.buffers())),
-            "batch": tracker.fix(self.batch),
+            "batch": tracker.fix(tensors_of(self.batch)),
             "gradients": tracker.fix([p.grad for p in parameters if p.grad is not None]),
             OPTIMIZER_STATE: tracker.fix(self.finish.state),
             REPEATED_STEP: self._beside_bytes,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from remat._torch.training import clear_cublas_workspaces
 from remat.capture.dynamo import cache_builders
@@ -30,6 +30,7 @@ from remat.host.weights import bring_weights_back, offload_weights, weights_on_h
 from remat.recording.fake_step import Finish, autocast_context
 from remat.recording.tracker import Tracker
 from remat.workload.any_optimizer import AnyOptimizer
+from remat.workload.batches import on_device, tensors_of
 from remat.workload.held_outputs import HeldOutputs
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, trainable
@@ -93,7 +94,7 @@ class Training:
         self.batch: Any = None
         with torch.device(self.device):
             batch = self.workload.batch(batch_size, self.workload.seq_len)
-        self.batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batch)
+        self.batch = on_device(batch, self.device)
 
     def leave_cache_out(self) -> bool:
         """Build no key-value cache; return whether the model asked for one."""
@@ -235,7 +236,7 @@ class Training:
         kept = (
             [(p, p.grad) for p in self.model.parameters()],
             list(self.model.buffers()),
-            self.batch,
+            tensors_of(self.batch),
             self.finish.state,
             self.finish.averages,
         )

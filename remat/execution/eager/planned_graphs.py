@@ -461,6 +461,12 @@ class PlannedGraphs(PlannedForward):
                 "this model is sharded by fully_shard, whose hooks the regions of this plan would run past; "
                 'plan with `execution="modules"`.'
             )
+        tensors = sys.modules.get("torch.distributed.tensor")
+        if tensors is not None and any(isinstance(p, tensors.DTensor) for p in self.model.parameters()):
+            raise PlanMismatch(
+                "parameters of this model are DTensors (tensor parallelism), whose operators no plan knows: plans are "
+                "for models whose ranks share data alone."
+            )
         others = [path for path, forward in modules_under_plans(self.model).items() if forward is not self.main]
         if others:
             raise PlanMismatch(
