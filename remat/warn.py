@@ -1,4 +1,4 @@
-"""Warnings from inside of a training script, at a line of the script."""
+"""Warnings from inside of a training script, at a line that is neither this package's nor torch's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ def warn(text: str) -> None:
     line = sys._getframe(1)
     while _package_of(line) in _OURS and line.f_back is not None:
         line = line.f_back
-    known = line.f_globals.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(text, UserWarning, line.f_code.co_filename, line.f_lineno, registry=known)
+    of, code = line.f_globals, line.f_code
+    known, module = of.setdefault("__warningregistry__", {}), of.get("__name__")
+    warnings.warn_explicit(text, UserWarning, code.co_filename, line.f_lineno, module, known)
 
 
 def _package_of(frame: types.FrameType) -> str:

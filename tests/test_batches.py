@@ -90,3 +90,10 @@ def test_a_batch_moves_to_a_device_in_its_own_container(name: str) -> None:
     assert type(moved) is type(batch)
     assert [t.device.type for t in (*read(moved), *read(batch))] == ["meta", "meta", "cpu", "cpu"]
     assert len(tensors_of(moved)) == 2 and on_device(batch, CPU) is batch
+
+
+def test_a_batch_that_refers_to_itself_and_names_a_tensor_twice_moves_as_it_is() -> None:
+    batch = Labelled(x := torch.ones(2), x)
+    vars(batch)["own"] = batch
+    moved = on_device(batch, torch.device("meta"))
+    assert moved.x is moved.y and moved.x.is_meta and not batch.x.is_meta

@@ -1220,11 +1220,11 @@ class Seeing(nn.Module):
         return self.layers(x[:, None, None].expand(-1, 1, 16, -1)).square().mean()
 
 
-@pytest.mark.cuda
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("make", [Speaking, Seeing])
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_kernels_without_bodies_leave_all_bytes_as_they_are(
-    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], nn.Module], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a choice that saves all that it may, and of one that saves little."""
 
@@ -1239,15 +1239,18 @@ def test_kernels_without_bodies_leave_all_bytes_as_they_are(
             pairs.append((found[0], found[1]))
 
     pairs: list[tuple[peak.Halves, peak.Halves]] = []
-    look(lambda: make().cuda(), batch(4, 64).cuda(), saved)
+    look(lambda: make().to(device), batch(4, 64).to(device), saved)
     assert len(pairs) == 2 and all(without == whole for without, whole in pairs)
     assert pairs[0][0].kept > pairs[1][0].kept
 
 
-def test_operators_of_chunks_take_any_strides() -> None:
-    """Inductor copies the arguments of others to the strides that they had, from the second graph of a process on."""
-    operators = (torch.ops.remat.rows_after.default, torch.ops.remat.add_to.default)
-    assert all(torch.Tag.flexible_layout in each.tags for each in operators)
+@pytest.mark.parametrize("rows", [torch.ones(6, 4), torch.ones(4, 6).t()], ids=["by-row", "by-column"])
+def test_operators_of_chunks_take_any_strides_and_give_what_they_say(rows: torch.Tensor) -> None:
+    """Inductor copies what others take to the strides that it had, from the second graph of a process on."""
+    copy_rows, add = torch.ops.remat.rows_after.default, torch.ops.remat.add_to.default
+    assert all(torch.Tag.flexible_layout in each.tags for each in (copy_rows, add))
+    for operator, taken in ((copy_rows, (rows, 2, 4, [])), (add, (rows.clone(), rows))):
+        torch.library.opcheck(operator, taken, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.cuda

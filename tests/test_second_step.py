@@ -13,6 +13,7 @@ from torch import nn
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, planned_forward
 from remat.execution.second_step import SecondStep
+from remat.warn import warn
 from remat.workload.training_loop import TrainingLoop
 from tests.toys import TRANSFORMER, plan_for
 
@@ -129,3 +130,13 @@ def test_training_tells_of_it(verify_first_step: bool, monkeypatch: pytest.Monke
 def test_a_plan_for_the_cpu_is_not_compared() -> None:
     watched = SecondStep(TRANSFORMER.build(), plan_for(TRANSFORMER), is_on=True)
     assert not any(watched.begins() for _ in range(3)) and not watched._is_on
+
+
+def test_warnings_can_be_left_out_by_the_module_of_the_script() -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        warn("one")
+        warnings.filterwarnings("ignore", module=__name__.replace(".", r"\."))
+        warn("another")
+    assert [str(each.message) for each in told] == ["one"]
+    assert told[0].filename == __file__

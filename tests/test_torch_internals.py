@@ -822,6 +822,10 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
         "predict what Inductor allocates",
         lambda: kernel_arguments.kernels_without_bodies().__enter__(),
     ),
+    "_inductor.codegen.cpp": (
+        "predict what Inductor allocates",
+        lambda: kernel_arguments._scalar_loops().__enter__(),
+    ),
     "_inductor.codegen.triton.TritonKernel": (
         "predict what Inductor allocates",
         lambda: kernel_arguments._needs_body([], None),

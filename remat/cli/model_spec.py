@@ -20,6 +20,7 @@ import difflib
 import functools
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import os
 import re
@@ -231,7 +232,7 @@ def load(path: Path) -> types.ModuleType:
     name = _module_name(absolute)
     if absolute not in _LOADED_FILES and name in sys.modules:  # the user's own program imported it
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, absolute)
+    spec = importlib.util.spec_from_file_location(name, absolute, loader=_FromSource(name, str(absolute)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -243,6 +244,13 @@ def load(path: Path) -> types.ModuleType:
         raise
     _LOADED_FILES[absolute] = (written, module)
     return module
+
+
+class _FromSource(importlib.machinery.SourceFileLoader):
+    """Loads the file as it is: code that Python has kept of it may be that of an earlier text of the same second."""
+
+    def path_stats(self, path: Any) -> Any:
+        raise OSError("no code is kept of this file")
 
 
 def _module_name(path: Path) -> str:

@@ -93,7 +93,7 @@ def _add_to(total: Tensor, part: Tensor) -> None:
 @torch.library.custom_op("remat::rows_after", mutates_args=(), tags=torch.Tag.flexible_layout)
 def _rows_after(rows: Tensor, first: int, end: int, made: Sequence[Tensor]) -> Tensor:
     """Copy rows once the chunk before is done. Otherwise a compiler may make the logits of all chunks first."""
-    return rows[first:end].clone()
+    return rows[first:end].clone(memory_format=torch.contiguous_format)  # a compiler may lay rows out in any order
 
 
 @_rows_after.register_fake

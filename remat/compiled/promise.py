@@ -319,7 +319,8 @@ class Promise:
     def _peak_of(self, cut: Cut, times: float) -> int:
         """Estimate the peak of a batch `times` as large. Gradients of parameters do not grow; backward makes them."""
         fixed, backward = self.outside.during_graphs, [*cut.halves.calls.values()] or [cut.halves.backward]
-        made = np.linspace(0, self.outside.gradients, len(backward) + 1)[:-1]
+        own = max(self.outside.gradients - self.outside.others, 0)  # of what this graph is given
+        made = np.linspace(0, 0 if self.outside.are_kept else own, len(backward) + 1)[:-1]
         grown = [times * max(size - of, 0) + of for size, of in zip(backward, made, strict=True)]
         beside = max(cut.peak_bytes - fixed - cut.halves.peak, 0)
         return int(fixed + times * beside + max(times * cut.halves.forward, *grown))

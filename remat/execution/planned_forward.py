@@ -41,7 +41,7 @@ NOT_COMPILED = (
 )
 
 # Attributes in copies and pickles of a planned forward.
-_COPIED_ATTRIBUTES = ("model", "plan", "on_larger", "observe", "verify_first_step", "replaced", "_root")
+_COPIED_ATTRIBUTES = ("model", "plan", "_on_larger", "observe", "verify_first_step", "replaced", "_root")
 
 
 class PlannedForward(UnderPlan, abc.ABC):
@@ -53,7 +53,7 @@ class PlannedForward(UnderPlan, abc.ABC):
     """
 
     def __init__(self, model: nn.Module, plan: Plan, on_larger: OnLarger, observe: bool, verify_first_step: bool):
-        self.model, self.plan, self.on_larger = model, plan, on_larger
+        self.model, self.plan, self._on_larger = model, plan, on_larger
         self.observe, self.verify_first_step = observe, verify_first_step
         self.replaced = model.__dict__.get("forward")
         self._root = ModuleForward(self, "", model)
@@ -65,7 +65,7 @@ class PlannedForward(UnderPlan, abc.ABC):
         is_on = self.verify_first_step
         self.first_step = FirstStep(self.model, self.plan, self.region_watch, self.head_watch, is_on=is_on)
         self.second_step = SecondStep(self.model, self.plan, is_on=is_on)
-        self.reports = Reports(self.on_larger)
+        self.reports = Reports(self._on_larger)
         self.forwards = StepForwards(self.plan)
         self._as_planned = ModelAsPlanned(self.model, self.plan, self.reports)
         self.loop = LoopAsPlanned(self.model, self.plan, self.forwards, self.second_step, self.reports)

@@ -13,8 +13,9 @@ OnLarger = Literal["warn", "refuse"]
 class Reports:
     """The reports of one model so far, by key.
 
-    on_larger  whether a report that a step may need more memory than planned is a warning or an error; UsageError for
-               another word
+    on_larger  whether a report that a step may need more memory than planned is a warning or an error
+
+    Raises UsageError for another `on_larger`.
     """
 
     def __init__(self, on_larger: OnLarger):

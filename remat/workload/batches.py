@@ -1,4 +1,4 @@
-"""The tensors of a batch, in whichever containers a step takes them.
+"""The tensors of a batch, in tuples, lists and dicts, and in objects with attributes.
 
 torch's trees know tuples, lists and dicts. Batches are also dataclasses, objects of a user's own, and mappings of a
 library (`transformers.BatchEncoding`), whose tensors take memory like others.
@@ -7,17 +7,14 @@ library (`transformers.BatchEncoding`), whose tensors take memory like others.
 from __future__ import annotations
 
 import copy
-import types
-from collections.abc import MutableMapping
+import functools
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from remat.workload.held_outputs import output_tensors
-
-_NO_CONTAINERS = (nn.Module, type, types.FunctionType, types.ModuleType, torch.Generator)
+from remat.workload.held_outputs import DEEPEST, output_tensors
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
@@ -26,20 +23,29 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with all its tensors on `device`; what is there already is not copied."""
-    if all(tensor.device == device for tensor in tensors_of(batch)):
-        return batch
+    """Return a batch with the tensors of `tensors_of` on `device`, in containers of their own; or itself, if all are.
 
-    def moved(value: Any) -> Any:
+    A container of a kind that cannot be copied stays, with its tensors where they are.
+    """
+    found = {id(tensor): tensor for tensor in tensors_of(batch)}
+    if all(tensor.device == device for tensor in found.values()):
+        return batch
+    there = {key: tensor.to(device) for key, tensor in found.items()}
+
+    def moved(value: Any, depth: int = 0) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.to(device)
-        if isinstance(value, _NO_CONTAINERS) or not (isinstance(value, MutableMapping) or hasattr(value, "__dict__")):
+            return there.get(id(value), value)
+        if depth == DEEPEST or isinstance(value, (nn.Module, type)):
             return value
-        container = copy.copy(value)
-        if isinstance(container, MutableMapping):
-            container.update({key: tree_map(moved, inner) for key, inner in value.items()})
+        inside = functools.partial(moved, depth=depth + 1)
+        if isinstance(value, dict):
+            container = copy.copy(value)
+            container.update({key: tree_map(inside, inner) for key, inner in value.items()})
+        elif hasattr(value, "__dict__"):
+            container = copy.copy(value)
+            vars(container).update({name: tree_map(inside, inner) for name, inner in vars(value).items()})
         else:
-            vars(container).update({name: tree_map(moved, inner) for name, inner in vars(value).items()})
+            return value
         return container
 
     return tree_map(moved, batch)

@@ -68,7 +68,8 @@ class GraphAsPlanned:
 
         A plan for a GPU says nothing of bytes on a CPU, whose kernels allocate others.
         """
-        if (self._as_planned.device_type == "cpu") != (self._plan.target == "cpu"):
+        device = next((p.device.type for p in self._model.parameters()), None)
+        if device is not None and (device == "cpu") != (self._plan.target == "cpu"):
             return None
         peak_bytes = self._plan.predicted["peak_bytes"]
         if peak_bytes + fit.more_bytes <= max(self._plan.budget_bytes, peak_bytes):

@@ -7,6 +7,7 @@ would drop its regions.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import inspect
@@ -303,7 +304,7 @@ class PlannedGraphs(PlannedForward):
         finally:
             if not running.at.fits:  # later, its guards see changes
                 running.graphs.forget(unsettled)
-        return self._run(RunningForward(running.at, running.now, args, kwargs, running.graphs))
+        return self._run(dataclasses.replace(running, args=args, kwargs=kwargs, before=None))
 
     # The model without its plan
 
