@@ -6,7 +6,8 @@ import sys
 import types
 import warnings
 
-_OURS = frozenset(("remat", "torch", "contextlib", "functools"))  # packages whose lines say nothing to a user
+# Packages whose lines say nothing to a user; generated code has no package.
+_OURS = frozenset(("remat", "torch", "contextlib", "functools", ""))
 
 
 def warn(text: str) -> None:
@@ -15,7 +16,7 @@ def warn(text: str) -> None:
     while _package_of(line) in _OURS and line.f_back is not None:
         line = line.f_back
     of, code = line.f_globals, line.f_code
-    known, module = of.setdefault("__warningregistry__", {}), of.get("__name__")
+    known, module = of.setdefault("__warningregistry__", {}), str(of.get("__name__", "__main__"))
     warnings.warn_explicit(text, UserWarning, code.co_filename, line.f_lineno, module, known)
 
 
