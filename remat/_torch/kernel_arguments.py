@@ -1,7 +1,8 @@
 """Kernels that Inductor generates with arguments and with as little code as can be, to see what it allocates.
 
 The body of a Triton kernel decides nothing about memory but which buffers it reads and writes, and those are read off
-its nodes. A loop in C++ is generated without vectors. That takes a quarter and a third of the time away.
+its nodes. Lowering a graph takes a quarter less time without them. A loop in C++ is generated without vectors, which
+saves a third.
 """
 
 from __future__ import annotations

@@ -22,12 +22,7 @@ from typing import Any
 import torch
 
 from remat._torch.compiled_draws import ways_of_draws
-from remat._torch.inductor import (
-    hands_modules_over,
-    kernels_compiled_by,
-    loading_modules,
-    moved_by_loops,
-)
+from remat._torch.inductor import hands_modules_over, kernels_compiled_by, loading_modules, moved_by_loops
 from remat._torch.kernel_arguments import kernels_without_bodies
 from remat.errors import RematError
 
