@@ -236,7 +236,7 @@ def an_error_in_a_layer(model: Any) -> Came:
         raise KeyError("the user's")
 
     for _ in range(2):
-        hook = model.layers[2].register_forward_pre_hook(fail)
+        hook = model.layers[-1].register_forward_pre_hook(fail)
         with pytest.raises(KeyError, match="the user's"):
             backward(model)
         hook.remove()
@@ -486,7 +486,7 @@ def test_adapters_on_a_frozen_model_are_trained_as_without_a_plan(choice: str) -
     untouched = built(workload)
     for each in (untouched, model):
         backward(each)
-    assert len(gradients(model)) == 4 * 4
+    assert len(gradients(model)) == 4 * len(model.layers)
     assert equal(gradients(model), gradients(untouched))
     assert counts_of(model).regions > 0
 
