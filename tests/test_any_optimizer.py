@@ -337,3 +337,9 @@ def test_sparse_gradients_are_refused_by_name() -> None:
     with pytest.raises(CaptureError, match=r"gradients of table are sparse.*Plan with layers .*dense") as found:
         recorded(sparse)
     assert found.value.exit_code == 2
+
+
+def test_a_frozen_model_is_told_that_nothing_is_trained() -> None:
+    frozen = dataclasses.replace(WORKLOAD, build=lambda: WORKLOAD.build().requires_grad_(False))
+    with pytest.raises(CaptureError, match=r"no parameter of .* requires a gradient, so its optimizer has nothing"):
+        recorded(frozen)

@@ -753,15 +753,17 @@ def test_a_step_under_a_dispatch_mode_is_refused_with_a_remedy(planned: nn.Modul
 
 
 def test_what_is_no_plan_or_no_answer_is_refused(plans: dict[str, Plan]) -> None:
-    with pytest.raises(UsageError, match="apply needs a plan, or the path of its file, not int"):
+    with pytest.raises(UsageError, match=r"a remat.Plan or the path of its file is needed, not int"):
         apply(TRANSFORMER.build(), 3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="`on_larger=` is 'warn' or 'refuse', not 'refused'"):
         apply(TRANSFORMER.build(), next(iter(plans.values())), on_larger="refused")  # type: ignore[arg-type]
 
 
 def test_what_is_no_module_is_refused(plans: dict[str, Plan]) -> None:
-    with pytest.raises(UsageError, match=r"needs a torch.nn.Module, not function"):
+    with pytest.raises(UsageError, match=r"a torch.nn.Module is needed, not function"):
         apply(lambda: None, plans["short"])  # type: ignore[type-var]
+    with pytest.raises(UsageError, match=r"a torch.nn.Module is needed, not int"):
+        remove(3)  # type: ignore[type-var]
 
 
 # The evaluator and the executor count alike, on the families of the registry

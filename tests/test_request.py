@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import nn
 
 import remat
 from remat.cli.commands.compare import compare
@@ -19,7 +20,9 @@ from remat.cli.commands.sweep import sweep
 from remat.costing.planning_device import find_planning_device
 from remat.errors import UsageError
 from remat.formulation.solution import Limits
+from remat.planning.budget import parse_budget
 from remat.planning.request import PlanRequest, RequestKeywords
+from remat.units import GIB
 from remat.workload.training_loop import TrainingLoop
 
 FIELDS = {field.name for field in dataclasses.fields(PlanRequest)}
@@ -98,3 +101,32 @@ def test_a_number_out_of_range_is_refused(wanted: dict[str, Any]) -> None:
     name, value = next(iter(wanted.items()))
     with pytest.raises(UsageError, match=f"`{name}={value!r}` is"):
         PlanRequest.of(**wanted)
+
+
+FUNCTIONS = {name: found for name in remat.__all__ if inspect.isfunction(found := getattr(remat, name))}
+TAKE_A_WORKLOAD = {name: each for name, each in FUNCTIONS.items() if "workload" in inspect.signature(each).parameters}
+
+
+@pytest.mark.parametrize("given", [3, "gpt2", nn.Linear(2, 2)], ids=lambda given: type(given).__name__)
+@pytest.mark.parametrize("name", TAKE_A_WORKLOAD)
+def test_other_things_than_a_workload_are_refused_by_name(name: str, given: Any) -> None:
+    others: dict[str, Any] = {"budget": "1GiB", "global_batch": 8, "plan": "none.plan.json", "target": "cpu"}
+    function = TAKE_A_WORKLOAD[name]
+    known = inspect.signature(function).parameters
+    wanted = {key: value for key, value in others.items() if key in known or (key == "budget" and "wanted" in known)}
+    if name != "validate":
+        wanted.pop("plan", None)
+    with pytest.raises(UsageError, match=rf"the step to plan is a remat\.Workload, not {type(given).__name__}"):
+        function(given, **wanted)
+
+
+@pytest.mark.parametrize("function", [remat.workload_of, remat.loop_of], ids=lambda function: function.__name__)
+def test_other_things_than_a_trainer_are_refused_by_name(function: Callable[..., Any]) -> None:
+    with pytest.raises(UsageError, match="a Trainer of transformers or TRL is needed, not int"):
+        function(3)
+
+
+def test_a_budget_of_more_than_the_target_is_refused_and_one_of_more_than_the_step_is_not() -> None:
+    with pytest.raises(UsageError, match=r"budget '150%' is more than the memory of the target, 80\.00 GiB"):
+        parse_budget("150%", None, 80 * GIB)
+    assert parse_budget("150%step", None, 80 * GIB, step_bytes=2 * GIB).limit_bytes == 3 * GIB

@@ -296,6 +296,15 @@ class Plan:
         write_atomically(Path(path), json.dumps(self.to_json(), indent=1) + "\n")
 
     @staticmethod
+    def of(plan: Plan | str | os.PathLike[str]) -> Plan:
+        """Return `plan`, or the one in the file at that path. Raises UsageError for other things."""
+        if isinstance(plan, Plan):
+            return plan
+        if not isinstance(plan, str | os.PathLike):
+            raise UsageError(f"a remat.Plan or the path of its file is needed, not {type(plan).__name__}.")
+        return Plan.load(plan)
+
+    @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
         """Read a plan file. Raises `UsageError` if it is missing, corrupt or of a newer version."""
         return Plan.from_json(read_json(Path(path), FORMAT, VERSION, "plan"), str(path))

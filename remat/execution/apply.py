@@ -52,12 +52,8 @@ def apply(
         >>> model = remat.apply(build_model(), "gpt2.plan.json")
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"apply needs a torch.nn.Module, not {type(model).__name__}.")
-    if not isinstance(plan, Plan | str | os.PathLike):
-        raise UsageError(f"apply needs a plan, or the path of its file, not {type(plan).__name__}.")
-    if not isinstance(plan, Plan):
-        plan = Plan.load(plan)
+    _require_module(model)
+    plan = Plan.of(plan)
     if plan.about.get(WITH_STEP) and not isinstance(model, StepModule):
         raise UsageError(
             "the plan is for the model and the step that computes its loss: `step = remat.planned_step(step, plan)`, "
@@ -90,6 +86,7 @@ def remove(model: Model) -> Model:
     Example:
         >>> model = remat.remove(model)
     """
+    _require_module(model)
     planned = _planned_in(model)
     if planned is None:
         return model
@@ -125,6 +122,11 @@ def planned_forward(model: nn.Module) -> PlannedForward:
 
 def has_plan(model: nn.Module) -> bool:
     return _planned_in(model) is not None
+
+
+def _require_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"a torch.nn.Module is needed, not {type(model).__name__}.")
 
 
 def _planned_in(model: nn.Module) -> PlannedForward | None:

@@ -46,7 +46,7 @@ def planned_step(
     """
     if not callable(step):
         raise UsageError(f"planned_step needs a function (model, batch) -> loss, not {type(step).__name__}.")
-    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    plan = Plan.of(plan)
     if not plan.about.get(WITH_STEP):
         raise UsageError(
             "the plan is for a model's forward: give it to remat.apply, or make one for "

@@ -64,7 +64,7 @@ def offload_optimizer(optimizer: _Optimizer) -> _Optimizer:
     Example:
         >>> optimizer = remat.offload_optimizer(torch.optim.AdamW(model.parameters()))
     """
-    if offloaded_state(optimizer) is None:
+    if not isinstance(optimizer, torch.optim.Optimizer) or offloaded_state(optimizer) is None:
         OffloadedState(optimizer)
     return optimizer
 

@@ -24,7 +24,6 @@ from remat.execution.reports import OnLarger
 from remat.integrations.settings import (
     optimizer_as_planned,
     outputs_in_fp32,
-    plan_from,
     require_autocast,
     warn_of_accumulation,
 )
@@ -46,7 +45,7 @@ def prepare(
 
     Raises UsageError for a model that is prepared already, and for fp8; PlanMismatch for another mixed precision.
     """
-    found = plan_from(plan)
+    found = Plan.of(plan)
     if getattr(model, "_is_accelerate_prepared", False):
         raise UsageError("this model went through accelerator.prepare already; give it to remat's prepare instead.")
     precision = str(accelerator.mixed_precision)

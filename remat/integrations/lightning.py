@@ -26,7 +26,6 @@ from remat.execution.apply import apply
 from remat.execution.reports import OnLarger
 from remat.integrations.settings import (
     optimizer_as_planned,
-    plan_from,
     require_autocast,
     require_no_clipping,
     warn_of_accumulation,
@@ -70,7 +69,7 @@ class RematCallback(Callback):
         on_larger: OnLarger = "warn",
         verify_first_step: bool = True,
     ):
-        self.plan = plan_from(plan)
+        self.plan = Plan.of(plan)
         self.module = module
         self.on_larger, self.verify_first_step = on_larger, verify_first_step
         self._planned: nn.Module | None = None

@@ -6,7 +6,6 @@ that a forward cannot: over how many micro-batches gradients are accumulated.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -23,10 +22,6 @@ from remat.warn import warn
 from remat.workload.training_loop import TrainingLoop
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
-
-
-def plan_from(plan: Plan | str | os.PathLike[str]) -> Plan:
-    return plan if isinstance(plan, Plan) else Plan.load(plan)
 
 
 def require_autocast(plan: Plan, autocast: str | None, setting: str) -> None:

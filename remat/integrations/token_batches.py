@@ -65,7 +65,7 @@ class TokenBatches(Sampler[list[int]]):
     def __init__(
         self, lengths: Sequence[int], plan: Plan | str | os.PathLike[str], *, shuffle: bool = True, seed: int = 0
     ):
-        self.cap = TokenCap.of(plan if isinstance(plan, Plan) else Plan.load(plan))
+        self.cap = TokenCap.of(Plan.of(plan))
         self.lengths, self.shuffle, self.seed, self.epoch = list(lengths), shuffle, seed, 0
         longest = max(self.lengths, default=0)
         if longest > self.cap.longest:

@@ -108,9 +108,13 @@ def loop_of(trainer: Any) -> TrainingLoop:
     Returns:
         Its accumulation, clipping, DDP and ranks.
 
+    Raises:
+        UsageError: `trainer` is no Trainer.
+
     Example:
         >>> remat.loop_of(trainer).accumulation
     """
+    _require_trainer(trainer)
     args = trainer.args
     return TrainingLoop(
         accumulation=args.gradient_accumulation_steps,
@@ -125,6 +129,11 @@ def is_trainer(value: Any) -> bool:
     return any(
         known.__name__ == "Trainer" and known.__module__ == "transformers.trainer" for known in type(value).__mro__
     )
+
+
+def _require_trainer(value: Any) -> None:
+    if not is_trainer(value):
+        raise UsageError(f"a Trainer of transformers or TRL is needed, not {type(value).__name__}.")
 
 
 def own_checkpointing(args: Any, model: nn.Module) -> bool:
@@ -150,6 +159,7 @@ INPUTS_HOOK = "make_inputs_require_grad"  # of transformers (plural) and of peft
 
 
 def _refuse(trainer: Any) -> None:
+    _require_trainer(trainer)
     if trainer.model is None:
         raise UsageError("this Trainer has no model yet (model_init=); give it one, or plan with a Workload.")
     if (reference := _reference_of(trainer)) is not None and any(

@@ -38,7 +38,6 @@ from remat.host.weights import weights_on_host
 from remat.integrations.settings import (
     optimizer_as_planned,
     outputs_in_fp32,
-    plan_from,
     require_autocast,
     require_no_clipping,
     warn_of_accumulation,
@@ -109,7 +108,7 @@ class RematCallback(TrainerCallback):
         self._dynamic = options.pop("dynamic", None) if compile else None
         if compile:
             options = compiled_options(budget, on_larger, options)
-        self.plan = None if plan is None else plan_from(plan)
+        self.plan = None if plan is None else Plan.of(plan)
         self._compiles = compile
         self.on_larger, self.verify_first_step = on_larger, verify_first_step
         self._budget, self._options = budget, options

@@ -71,6 +71,8 @@ def parse_budget(
         given = parse_bytes(budget.strip()[: -len("step")], what="budget", whole_bytes=step_bytes)
     else:
         given = parse_bytes(budget, what="budget", whole_bytes=memory_bytes)
+        if "%" in budget and given > memory_bytes:
+            raise UsageError(f"budget {budget!r} is more than the memory of the target, {gib(memory_bytes)}.")
     if given <= 0:
         raise UsageError(f"a budget is more than 0 bytes, and this is {budget!r}.")
     spare = headroom or 0

@@ -80,7 +80,7 @@ def check(
     *,
     budget: str | int = "auto",
     headroom: str | int = MARGIN,
-    plan: Plan | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     target: str = "auto",
     costs: str | os.PathLike[str] | None = None,
     loop: TrainingLoop | None = None,
@@ -92,7 +92,7 @@ def check(
         workload: The training step.
         budget: Available memory, as in `remat.plan`; "auto" is the target's memory.
         headroom: Margin that stays free: bytes, text with a unit, or a percentage of the budget.
-        plan: The plan that the step runs under, by default none.
+        plan: The plan that the step runs under, or the path of its file; by default none.
         target: The device, as in `remat.plan`.
         costs: A table of kernel times measured on the target.
         loop: Everything around forward and backward.
@@ -110,6 +110,7 @@ def check(
         >>> verdict = remat.check(workload, budget="24GiB", target="rtx4090")
         >>> verdict.needed_bytes, verdict.change
     """
+    plan = None if plan is None else Plan.of(plan)
     request = PlanRequest.of(budget=budget, headroom=headroom, allocator=allocator_of(plan, allocator))
     place = find_planning_device(target, costs)
     request.require(place, loop)

@@ -113,7 +113,7 @@ class Estimate:
 def estimate(
     workload: Workload,
     *,
-    plan: Plan | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     target: str = "auto",
     costs: str | os.PathLike[str] | None = None,
     loop: TrainingLoop | None = None,
@@ -123,7 +123,7 @@ def estimate(
 
     Args:
         workload: The training step.
-        plan: The plan that the step runs under, by default none.
+        plan: The plan that the step runs under, or the path of its file; by default none.
         target: The device, as in `remat.plan`.
         costs: A table of kernel times measured on the target.
         loop: Everything around forward and backward.
@@ -141,6 +141,7 @@ def estimate(
         >>> print(remat.estimate(workload, target="h100-80gb"))
     """
     place = find_planning_device(target, costs)
+    plan = None if plan is None else Plan.of(plan)
     _, profile = recorded_for(plan, workload, place, loop)
     return estimate_under(plan, profile, allocator_of(plan, allocator))
 

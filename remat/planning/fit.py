@@ -29,7 +29,7 @@ from remat.planning.micro_batches import BatchCandidate, MicroBatches, Window, l
 from remat.planning.planner import headroom_on_top
 from remat.planning.request import PlanRequest, RequestKeywords
 from remat.workload.training_loop import TrainingLoop, is_power_of_two
-from remat.workload.workload import Workload
+from remat.workload.workload import Workload, require_workload
 
 JOINT = "joint optimum"
 STEP_DOWN = 0.05  # of a size whose plan reserves too much
@@ -102,6 +102,7 @@ class Sizing:
 
         Raises UsageError for options that cannot be combined, and for a budget given as a share of a step.
         """
+        require_workload(workload)
         own = request.loop(loop) or TrainingLoop()
         if is_share_of_step(request.budget):
             raise UsageError(

@@ -40,7 +40,7 @@ from remat.reservation.fragmentation import assumed_settings
 from remat.solvers import Solver
 from remat.units import gib
 from remat.workload.training_loop import TrainingLoop
-from remat.workload.workload import Workload
+from remat.workload.workload import Workload, require_workload
 
 
 @generators_kept()
@@ -111,6 +111,7 @@ def plan(
         >>> plan = remat.plan(workload, budget="20GiB", target="h100-80gb")
         >>> plan.save("mine.plan.json")
     """
+    require_workload(workload)
     require_unit("budget", budget)
     request = PlanRequest.of(
         budget=budget,

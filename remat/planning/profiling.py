@@ -22,11 +22,12 @@ from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.recording.reslice import Resliced
 from remat.workload.training_loop import TrainingLoop
-from remat.workload.workload import Workload
+from remat.workload.workload import Workload, require_workload
 
 
 def fake_step(workload: Workload, place: PlanningDevice, *, loop: TrainingLoop | None = None) -> FakeStep:
     """Make the workload's step on fake tensors that pretend to be on `place`."""
+    require_workload(workload)
     device = place.device or torch.device("cpu")
     if not place.substituted:
         return FakeStep(workload, device=device, loop=loop)

@@ -376,6 +376,11 @@ class FakeStep:
             except RematError:
                 raise
             except Exception as error:
+                if not trainable(self.model):
+                    raise CaptureError(
+                        f"no parameter of {self.workload.name!r} requires a gradient, so its optimizer has nothing to "
+                        "step. Train some parameters, or plan with `optimizer=None`."
+                    ) from error
                 raise CaptureError(
                     f"the optimizer of {self.workload.name!r} fails on fake tensors: {describe(error)}. Plan with "
                     "`optimizer=None`, and subtract its memory from the budget."

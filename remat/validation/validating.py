@@ -69,7 +69,7 @@ from remat.validation.report import Report
 from remat.validation.sums import SumsSeen
 from remat.validation.training import Training, on_host, undisturbed
 from remat.workload.training_loop import TrainingLoop
-from remat.workload.workload import Workload
+from remat.workload.workload import Workload, require_workload
 
 BEARABLE_S = 10.0  # estimated time of one step on a CPU
 SHORTEST = 128  # sequence length
@@ -114,9 +114,8 @@ def validate(
         >>> report = remat.validate(workload, "mine.plan.json")
         >>> assert report.passed, report
     """
-    if not isinstance(plan, Plan):
-        plan = Plan.load(plan)
-    plan = plan.at_length(workload.seq_len)
+    require_workload(workload)
+    plan = Plan.of(plan).at_length(workload.seq_len)
     how = executions.load(plan.execution)
     place = _place(device)
     assert place.device is not None

@@ -115,6 +115,18 @@ class Workload:
         )
 
 
+def require_workload(value: Any) -> None:
+    """Raise UsageError where `value`, given to a function of remat, is no Workload."""
+    if isinstance(value, Workload):
+        return
+    kinds = [base.__name__ for base in type(value).__mro__]
+    if "Trainer" in kinds:
+        how = "Make one by remat.workload_of(trainer)."
+    else:
+        how = 'Describe it: remat.Workload("mine", build_model, make_batch, step, batch_size=8).'
+    raise UsageError(f"the step to plan is a remat.Workload, not {kinds[0]}. {how}")
+
+
 class StepModule(nn.Module):
     """A model and a step as one module, from a batch to its loss."""
 
