@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
+from torch._inductor.codegen.wrapper import AllocateLine
 from torch._inductor.compile_fx import compile_fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
@@ -782,6 +783,9 @@ class Misled(Search):
         needed = 3 * choice.kept_bytes // 2
         return self.lowered.setdefault(choice.saved, Halves(needed, needed, needed, {}))
 
+    def _free_at_once(self) -> bool:
+        return False
+
     def _keep_sums_apart(self) -> bool:
         return False
 
@@ -1158,6 +1162,7 @@ def test_backward_draws_again_in_the_way_of_each_kernel_of_its_forward(monkeypat
         fuse = {node.name for node in search.gm.graph.nodes if node.op == "call_function" and not calls_library(node)}
         large = {value.name for value in search.joint.values if value.size_bytes >= x.nbytes // 4}
         choice = judged(search.joint, frozenset(value.name for value in search.joint.values) - (fuse & large))
+        search.most_bytes = 1 << 40  # draws of what does not fit do not matter
         ways.append(set(search.lower(choice).ways.values()))
         redrawn.append(search.lower(choice).redrawn)
         return choice.saved
@@ -1169,6 +1174,50 @@ def test_backward_draws_again_in_the_way_of_each_kernel_of_its_forward(monkeypat
     monkeypatch.setattr(peak, "drawn_otherwise", lambda *ways: {})
     model.zero_grad()
     assert distance(gradients(model, products_and_sums, x), expected) > 0.01
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+def test_code_that_would_exceed_frees_its_buffers_at_once(
+    cuts: list[BudgetPartitioner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor keeps buffers for later ones of their size; a CUDA allocator has such at hand."""
+    found: list[list[torch.Tensor]] = []
+    kept, asked = list[int](), list[bool]()
+    may_reuse = AllocateLine.should_reuse_buffer
+
+    def note(*of: Any) -> bool:
+        asked.append(may_reuse(*of))
+        return asked[-1]
+
+    monkeypatch.setattr(AllocateLine, "should_reuse_buffer", note)
+    budget = 1 << 40
+    for _ in range(2):
+        torch._dynamo.reset()
+        model, x = built(MLP).cuda(), batch(2048, 16).cuda()
+        loss = remat.compile(model, budget)(x)
+        kept.append(len(asked))
+        loss.backward()
+        asked.clear()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+        (cut,) = cuts[-1].cuts.values()
+        budget = cut.peak_bytes - x.nbytes
+    assert kept[0] > 0 and kept[1] == 0
+    assert all(map(torch.equal, *found))
+
+
+def test_a_graph_whose_bytes_depend_on_data_is_refused_by_name() -> None:
+    class Forked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(x)
+            return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,)).sum()
+
+    with pytest.raises(UsageError, match=r"reads a number off a tensor \(`torch.cond`.*torch.compiler.disable"):
+        remat.compile(built(Forked), "1GiB")(batch(16, 64))
 
 
 class Flexible(nn.Module):

@@ -695,6 +695,19 @@ def test_inductor_is_told_its_partitioner_and_decompositions_and_has_no_cache_me
     assert inductor_config.custom_partitioner_fn is not ours and compile_fx.select_decomp_table()
 
 
+def test_generated_code_frees_buffers_at_once_where_that_is_asked_for() -> None:
+    given = torch.randn(8, 8)
+    found = []
+    for at_once in (False, True):
+        graph = make_fx(lambda x: [x.mm(x).sin().mm(x).mm(x).cos().mm(x)], tracing_mode="fake")(given)
+        with inductor.compiling_with(None, dict):
+            if at_once:
+                inductor.free_at_once()
+            _, (code,) = run_and_get_code(inductor.compiled, graph, [given])
+        found.append(code.count("empty_strided"))
+    assert found[0] < found[1]
+
+
 def test_saved_values_are_chosen_and_torchs_own_choices_are_known() -> None:
     """Halves compile as AOTAutograd would have them compiled: backward may write over what only it reads."""
     given = torch.randn(4, 6, requires_grad=True)
@@ -712,7 +725,8 @@ def test_saved_values_are_chosen_and_torchs_own_choices_are_known() -> None:
     assert len(saved) == 3 and "exp" in saved and not any(kinds)
     assert inductor._donated(forward, backward, 1) == [1]  # `exp`, and not the input
     with torch.no_grad():
-        first, second = inductor.compiled_halves(forward, backward, 1)
+        first, strides = inductor.compiled_forward(forward, 1)
+        second = inductor.compiled_backward(forward, backward, 1, strides)
         result, *kept = first([given.detach()])
         (gradient,) = second([*kept, torch.ones(4, 6)])
     (expected,) = torch.autograd.grad(given.sin().exp().cos().sum(), given)
@@ -1016,11 +1030,11 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "_inductor.graph.get_donated_idxs": (
         "predict what Inductor allocates",
-        lambda: inductor.compiled_halves(*halves_of_nothing(), 0),
+        lambda: inductor.compiled_backward(*halves_of_nothing(), 0, {}),
     ),
     "_functorch._aot_autograd.graph_compile.collect_fw_donated_buffer_idxs": (
         "predict what Inductor allocates",
-        lambda: inductor.compiled_halves(*halves_of_nothing(), 0),
+        lambda: inductor.compiled_backward(*halves_of_nothing(), 0, {}),
     ),
     "_dynamo.exc.ShortenTraceback": (
         "tell why a compiled step cannot be planned",

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -62,16 +62,30 @@ def chosen_decompositions() -> dict[Any, Any]:
 
 @contextlib.contextmanager
 def compiling_with(partitioner: Any, decomposed: Callable[[], dict[Any, Any]]) -> Iterator[None]:
-    """Inductor with a partitioner and a table of decompositions of ours, and without a cache of joint graphs."""
+    """Inductor with a partitioner and a table of decompositions of ours, and without a cache of joint graphs.
+
+    Backward is compiled with forward, under the same settings, and not when it first runs.
+    """
     purpose = "choose what a compiled forward saves"
-    compiler = internal("_inductor.compile_fx", purpose)
+    compiler, config = internal("_inductor.compile_fx", purpose), internal("_inductor.config", purpose)
     internal("_inductor.compile_fx.select_decomp_table", purpose)
     with (
-        internal("_functorch.config", purpose).patch(enable_autograd_cache=False),
-        internal("_inductor.config", purpose).patch(custom_partitioner_fn=partitioner),
+        internal("_functorch.config", purpose).patch(
+            enable_autograd_cache=False, force_non_lazy_backward_lowering=True
+        ),
+        config.patch(custom_partitioner_fn=partitioner, allow_buffer_reuse=config.allow_buffer_reuse),
         mock.patch.object(compiler, "select_decomp_table", decomposed),
     ):
         yield
+
+
+def free_at_once() -> None:
+    """Let code that is generated in `compiling_with` free buffers at once, not keep them for later ones of their size.
+
+    The device's allocator has them at hand. Kept, they may take memory through all of backward: Inductor asks of each
+    alone whether the peak allows it.
+    """
+    internal("_inductor.config", "free buffers at once").allow_buffer_reuse = False
 
 
 def keeps_joint_graphs() -> bool:
@@ -249,26 +263,35 @@ def counts_flops(node: fx.Node) -> bool:
     return getattr(node.target, "overloadpacket", None) in flop_registry
 
 
-def compiled_halves(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> tuple[Any, Any]:
-    """Compile copies of the halves of a joint graph as AOTAutograd would.
+Strides = Mapping[str, tuple[Any, ...]]  # of what a compiled forward gives, by the name of its node
 
-    results  how many that forward gives are a user's; backward may write over saved values that are no part of others
+
+def compiled_forward(forward: fx.GraphModule, results: int) -> tuple[Any, Strides]:
+    """Compile a copy of the forward of a joint graph as AOTAutograd would. A user sees the first `results` it gives."""
+    purpose = "predict what Inductor allocates"
+    compile_inner = internal("_inductor.compile_fx.compile_fx_inner", purpose)
+    reporting = internal("_guards.TracingContext.report_output_strides", purpose)
+    with reporting() as strides:
+        first = compile_inner(_copied(forward, range(results)), _values(forward.graph.find_nodes(op="placeholder")))
+    return first, {
+        node.name: tuple(stride)
+        for node, stride in zip(_results_of(forward), strides or (), strict=False)
+        if isinstance(node, fx.Node) and stride is not None
+    }
+
+
+def compiled_backward(forward: fx.GraphModule, backward: fx.GraphModule, results: int, strides: Strides) -> Any:
+    """Compile a copy of the backward to a compiled forward, which gives results of these `strides`.
+
+    It may write over saved values that are no part of others.
     """
     purpose = "predict what Inductor allocates"
     compile_inner = internal("_inductor.compile_fx.compile_fx_inner", purpose)
     graphs, donated = internal("_inductor.graph", purpose), _donated(forward, backward, results)
     internal("_inductor.graph.get_donated_idxs", purpose)
-    reporting = internal("_guards.TracingContext.report_output_strides", purpose)
-    with reporting() as strides:
-        first = compile_inner(_copied(forward, range(results)), _values(forward.graph.find_nodes(op="placeholder")))
-    laid_out = {
-        node.name: tuple(stride)
-        for node, stride in zip(_results_of(forward), strides or (), strict=False)
-        if isinstance(node, fx.Node) and stride is not None
-    }
-    given = [_with_stride(node, laid_out.get(node.name)) for node in backward.graph.find_nodes(op="placeholder")]
+    given = [_with_stride(node, strides.get(node.name)) for node in backward.graph.find_nodes(op="placeholder")]
     with mock.patch.object(graphs, "get_donated_idxs", lambda: donated):
-        return first, compile_inner(_copied(backward, ()), given, is_backward=True)
+        return compile_inner(_copied(backward, ()), given, is_backward=True)
 
 
 def _with_stride(node: fx.Node, stride: tuple[Any, ...] | None) -> Any:

@@ -28,7 +28,6 @@ from torch.utils._pytree import MappingKey, tree_leaves_with_path
 
 from remat._torch.dynamo import (
     FirstNode,
-    graph_breaks,
     settings,
     trace_error,
     tracebacks_unwritten,
@@ -101,7 +100,8 @@ class GraphCalls:
     first     graph calls of the step before it: the number of its own first one
     seen      attention masks that the data of the last call needs
     masks     attention masks that it was traced for; `planned`: a plan's
-    fits      whether a graph with open sizes (`dynamic_shapes.py`) is usable; without it, every new shape is traced
+    fits      whether a graph with open sizes (`dynamic_shapes.py`) is usable, for a function that is one graph;
+              without it, every new shape is traced
     answers   answers to code that asks whether it is being traced; by default Dynamo's
     elsewhere the device that graphs are for, if tensors are on another
     is_ones   checks whether an attention mask is all ones
@@ -139,7 +139,6 @@ class GraphCalls:
         self._compiled: dict[Masks, Callable[..., Any]] = {}
         self._given: list[torch.Tensor] = []
         self.opens_draws = True
-        self._is_whole = False  # whether a forward was traced that broke nowhere
         self.count = self.first = 0
         self.elements: dict[str, int] = {}
         self.seen = self.masks = Masks()
@@ -223,9 +222,9 @@ class GraphCalls:
         return self.masks
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.count, breaks = 0, len(graph_breaks())
+        self.count = 0
         # A forward that breaks with its sizes open, and not otherwise, is traced for each of them.
-        refused = without_breaks() if self.opens_sizes and self._is_whole else contextlib.nullcontext()
+        refused = without_breaks() if self.opens_sizes else contextlib.nullcontext()
         with (
             dynamo_settings(opens_numbers=self.opens_numbers),
             open_numbers(),
@@ -251,7 +250,7 @@ class GraphCalls:
             # It instantiates a Function's class to trace it, which raises that class's warning.
             warnings.filterwarnings("ignore", message=r".*autograd\.function\.Function.* should not be instantiated")
             try:
-                result = self._traced_for(self.masks)(*args, **kwargs)
+                return self._traced_for(self.masks)(*args, **kwargs)
             except trace_error() as error:
                 if (reason := _own_error(error)) is not None:
                     raise reason from error
@@ -263,8 +262,6 @@ class GraphCalls:
                 if self.opens_any and str(error).startswith(_OF_OPEN_FLOATS):
                     raise SizesNotOpen("the graph depends on numbers of the model.") from error
                 raise
-        self._is_whole = self._is_whole or len(graph_breaks()) == breaks
-        return result
 
 
 class _Backend(Capture):

@@ -2,7 +2,8 @@
 
 torch's partitioner cuts, and all that it does afterwards is its own; only the choice of saved values is ours:
 
-1. PyTorch's own choice is lowered. Where it fits, it is kept.
+1. PyTorch's own choice is lowered. Where it fits, it is kept. On a GPU, code that would exceed frees its buffers at
+   once, here and in what follows.
 2. Otherwise sums that would wait for their readers get kernels of their own, and the program is solved. Its table is
    corrected, stage by stage, by the bytes that the lowered code of a choice needs. Its answer is lowered. Where that
    code exceeds the budget, the missing bytes of its highest stage are counted to the values that the answer makes again
@@ -37,7 +38,14 @@ from torch import fx
 
 from remat._torch import compiled_draws
 from remat._torch.compiled_draws import draw_again, draws_alike, seed_of
-from remat._torch.inductor import hash_of, keep_apart, keeps_joint_graphs, partition_saving, partitioner_class
+from remat._torch.inductor import (
+    free_at_once,
+    hash_of,
+    keep_apart,
+    keeps_joint_graphs,
+    partition_saving,
+    partitioner_class,
+)
 from remat._torch.training import without_modes
 from remat.compiled.joint import Joint, Value, device_of, joint_of, late_sums
 from remat.compiled.kept import ResultCache
@@ -161,9 +169,9 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         search.on_try = lambda needs: _tell(f"try {len(search.tried)}: {gib(beside + needs)}")
         if not search.has_choice:
             return search.by_default
-        if not self.searches and not search.fits_by_default:
+        if not self.searches and not search.fits_by_default():
             raise DefaultExceeds
-        if not search.fits_by_default:
+        if not search.fits_by_default():
             default, known = search.default_bytes
             needed = f"{'' if known else 'more than '}{gib(beside + default)}"
             _tell(f"planning a compiled step within {gib(self.budget_bytes)}; by default it needs {needed}")
@@ -259,6 +267,7 @@ class Search:
         self._lowered_cuts: dict[frozenset[str], GraphHalves] = {}
         self.kept = ResultCache(gm, device_of(gm.graph), sorted(options.items()), holds_results, is_on=keeps)
         self.has_sums_apart = self.is_default_apart = False  # whether sums that would wait have kernels of their own
+        self.frees_at_once = False  # whether generated code does
         self.reorders, self.draws_alike = True, draws_alike(device_of(gm.graph))
         self.by_default = self._partition(self._look)
         self.tried: list[Choice] = []
@@ -325,23 +334,38 @@ class Search:
         return not self.draws_alike and choice.saved != self.default.saved
 
     def lower(self, choice: Choice) -> Halves:
-        """Return the bytes that the compiled code of a choice needs."""
+        """Return the bytes that the compiled code of a choice needs.
+
+        Where they exceed the limit, that is before the last of its draws are as forward has them.
+        """
         if choice.saved not in self.lowered:
 
             def make() -> tuple[Any, ...]:
                 results, repeats = self.options["num_fwd_outputs"], self._repeats_draws(choice)
                 cut = self._lowered_cuts[choice.saved] = self.cut(choice)
-                found = halves(*cut, results, self.holds_results, repeats_draws=repeats)  # and lets backward draw so
+                redraws = {seed for each in self.lowered.values() for seed in each.redrawn or ()} if repeats else ()
+                found = halves(
+                    *cut,
+                    results,
+                    self.holds_results,
+                    repeats_draws=repeats,  # and backward then draws as forward does, if the bytes fit
+                    redraws=redraws,
+                    may_fit=lambda found: self.needs(self._beside_earlier(found)) <= self.most_bytes,
+                )
                 if choice in self.tried and found.redrawn is not None:
                     self.on_try(self.needs(found))
                 return dataclasses.astuple(found)
 
             is_default = choice.saved == self.default.saved
-            of = is_default, self.is_default_apart if is_default else self.has_sums_apart
-            found = Halves(*self.kept.get(make, "halves", *of, sorted(choice.saved)))
-            forward = max(found.forward + found.held, self.earlier)
-            self.lowered[choice.saved] = dataclasses.replace(found, forward=forward)
+            of = is_default, self.is_default_apart if is_default else self.has_sums_apart, self.frees_at_once
+            limit = self.most_bytes if self._repeats_draws(choice) else None
+            found = Halves(*self.kept.get(make, "halves", *of, limit, sorted(choice.saved)))
+            self.lowered[choice.saved] = self._beside_earlier(found)
         return self.lowered[choice.saved]
+
+    def _beside_earlier(self, found: Halves) -> Halves:
+        """Return the bytes of halves, with results that the loop holds and those of earlier graphs in its forward."""
+        return dataclasses.replace(found, forward=max(found.forward + found.held, self.earlier))
 
     def solve(self, most_bytes: int, more: CompiledBytes, start: Choice, *, least: bool = False) -> Solved:
         """Solve the program."""
@@ -361,10 +385,25 @@ class Search:
     def fits(self, choice: Choice) -> bool:
         return self.needs(self.lower(choice)) <= self.most_bytes
 
-    @property
     def fits_by_default(self) -> bool:
-        """Return whether PyTorch's own choice fits; where what it saves does not, its code is not lowered to know."""
-        return self.default.kept_bytes <= self.most_bytes and self.fits(self.default)
+        """Return whether PyTorch's own choice fits; where what it saves does not, its code is not lowered to know.
+
+        On a GPU, code frees its buffers at once from here on if it does not fit otherwise.
+        """
+        may_fit = self.default.kept_bytes <= self.most_bytes
+        return (may_fit and self.fits(self.default)) or (self._free_at_once() and may_fit and self.fits(self.default))
+
+    def _free_at_once(self) -> bool:
+        """Let generated code free its buffers at once from now on; return whether it did not before.
+
+        Not on a CPU: its allocator returns large buffers to the system, which clears new ones.
+        """
+        if self.frees_at_once or device_of(self.gm.graph).type == "cpu":
+            return False
+        free_at_once()
+        self.lowered.pop(self.default.saved, None)
+        self.frees_at_once = True
+        return True
 
     @property
     def default_bytes(self) -> tuple[int, bool]:
@@ -377,7 +416,7 @@ class Search:
 
         The bound is for a table that is corrected by the code of one choice: of PyTorch's own, or of one that fits.
         """
-        if self.fits_by_default or (self._keep_sums_apart() and self.fits_by_default):
+        if self.fits_by_default() or (self._keep_sums_apart() and self.fits_by_default()):
             return self.default, None
         self._follow(self.lower(self.default))
         self._save_unread(self.lower(self.default).ways)

@@ -6,20 +6,23 @@ libraries may need bytes of their own, which are measured once each where the de
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from remat._torch.compiled_draws import draw_again, drawn_otherwise
-from remat._torch.inductor import all_aligned, compiled_halves, counts_flops, random_operators_alone
+from remat._torch.inductor import all_aligned, compiled_backward, compiled_forward, counts_flops, random_operators_alone
 from remat._torch.symbols import hinted
 from remat._torch.training import without_modes
 from remat.costing.operator_timing import measured_workspaces
+from remat.errors import UsageError
 from remat.fusion.generated_code import without_kernels
 from remat.recording.tracked_step import with_workspaces
 from remat.recording.tracker import Tracker
@@ -58,6 +61,8 @@ def halves(
     holds_results: bool = True,
     *,
     repeats_draws: bool = False,
+    redraws: Collection[str] = (),
+    may_fit: Callable[[Halves], bool] = lambda found: True,
 ) -> Halves:
     """Return the bytes that both halves of a joint graph need.
 
@@ -65,23 +70,36 @@ def halves(
 
     holds_results  whether the caller holds all of them until the next forward returns, or single numbers only
     repeats_draws  whether `backward` is changed where it would draw random numbers in another way than forward
+    redraws        seeds with which it would, in the code of similar halves; each one known saves a compilation
+    may_fit        whether the bytes are such that the draws matter
 
     Raises RematError where this torch's generated code is not known.
     """
     with without_kernels() as loaded:
-        first, second = compiled_halves(forward, backward, results)
+        first, strides = compiled_forward(forward, results)
         ways, redrawn = loaded.ways[0], dict[str, bool]()
-        while more := drawn_otherwise(backward, ways, loaded.ways[-1]) if repeats_draws else {}:
-            draw_again(backward, more)
-            redrawn |= more
-            first, second = compiled_halves(forward, backward, results)
+        more: dict[str, bool] | None = {seed: ways[seed] for seed in ways.keys() & redraws}
+        found = None
+        while found is None or (more and may_fit(found)):
+            draw_again(backward, more or {})
+            redrawn |= more or {}
+            second = compiled_backward(forward, backward, results, strides)
+            found = _bytes_of(forward, backward, first, second, results, holds_results)
+            more = drawn_otherwise(backward, ways, loaded.ways[-1]) if repeats_draws else {}
+    return dataclasses.replace(found, ways=ways, redrawn=more if more is None else redrawn)
+
+
+def _bytes_of(
+    forward: fx.GraphModule, backward: fx.GraphModule, first: Any, second: Any, results: int, holds_results: bool
+) -> Halves:
+    """Run the code of both halves, `first` and `second`, on fakes, and return the bytes that they need."""
     inputs = forward.graph.find_nodes(op="placeholder")
     mode, device = next((v.fake_mode, v.device) for v in map(_value, inputs) if isinstance(v, Tensor))  # type: ignore[attr-defined]
     tracker = Tracker()
     with mode, torch.no_grad(), all_aligned(), random_operators_alone(device):
         given = [_fresh(node) for node in inputs]
         tracker.fix(given)
-        with tracker:
+        with tracker, _data_needed():
             made = first(list(given))
             ended, kept = tracker.op_count, tracker.alive_now
             by_name = dict(zip((node.name for node in inputs), given, strict=True))
@@ -101,7 +119,20 @@ def halves(
     alive = with_workspaces(tracker, _workspaces(tracker, device))
     calls = by_call(tracker, alive, ended, backward.graph)
     first_peak, second_peak = (int(part.max(initial=0)) for part in (alive[:ended], alive[ended:]))
-    return Halves(first_peak, kept, second_peak, calls, results_bytes, ways, more if more is None else redrawn)
+    return Halves(first_peak, kept, second_peak, calls, results_bytes)
+
+
+@contextlib.contextmanager
+def _data_needed() -> Iterator[None]:
+    """Raise UsageError where code reads a number off a tensor, which has no data."""
+    try:
+        yield
+    except DataDependentOutputException as error:
+        raise UsageError(
+            "this compiled graph reads a number off a tensor (`torch.cond`, or `.item()` under "
+            "`capture_scalar_outputs`), and what it needs then depends on data. Keep that out of what is compiled with "
+            "a budget (`torch.compiler.disable`), or compile without one."
+        ) from error
 
 
 def by_call(tracker: Tracker, alive: np.ndarray, begin: int, graph: fx.Graph) -> dict[str, int]:

@@ -228,7 +228,7 @@ def solve(
             continue
         bound = max(bound, answer.bound_us)
         is_closed = best is not None and not least and bound >= (1 - gap) * best.price_us
-        if late <= counted or is_closed or effort <= 0:
+        if late <= counted or is_closed or effort < answer.effort:  # too little for a larger program
             break
         counted |= late
     return Solved(best, bound)
