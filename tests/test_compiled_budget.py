@@ -945,12 +945,21 @@ CHAIN = Joint((value("a", 4, (), 2), value("b", 4, (0,), 1), value("c", 4, (1,),
 def test_bytes_of_what_is_made_before_a_call_count_to_the_choices_that_make_it(saved: str, stage: int) -> None:
     for call in (9, 20):  # a stage as high as the one before is no more to correct
         search, choice = Search.__new__(Search), judged(CHAIN, saved)
-        search.joint, search.uses = dataclasses.replace(CHAIN, calls={"call": 1}), 1
+        search.joint, search.uses, search.frees_at_once = dataclasses.replace(CHAIN, calls={"call": 1}), 1, False
         search.lowered = {choice.saved: Halves(20, choice.kept_bytes, 20, {"": 20, "call": call})}
         more = search._corrected(CompiledBytes(0, (0, 0, 0)), choice)
         assert more.in_stages(choice)[stage] == 20
         if call == 9:
             assert more.in_stages(judged(CHAIN, "abc")) == list(judged(CHAIN, "abc").alive_bytes)
+
+
+@pytest.mark.parametrize(("at_once", "expected"), [(False, [13, 17, 5]), (True, [15, 17, 5])])
+def test_every_stage_of_code_that_frees_at_once_corrects_the_table(at_once: bool, expected: list[int]) -> None:
+    """Elsewhere buffers may wait below the peak, so the highest stage says what is missing, and no other."""
+    search, choice = Search.__new__(Search), judged(CHAIN, "a")  # b and c are made again in stage 0
+    search.joint, search.uses, search.frees_at_once = dataclasses.replace(CHAIN, calls={"call": 1}), 1, at_once
+    search.lowered = {choice.saved: Halves(4, choice.kept_bytes, 17, {"": 15, "call": 17})}
+    assert search._corrected(CompiledBytes(0, (0, 0, 0)), choice).in_stages(choice) == expected
 
 
 def test_calls_are_out_of_order_where_a_later_stage_ran_before() -> None:

@@ -353,7 +353,7 @@ class Search:
                     may_fit=lambda found: self.needs(self._beside_earlier(found)) <= self.most_bytes,
                 )
                 if choice in self.tried and found.redrawn is not None:
-                    self.on_try(self.needs(found))
+                    self.on_try(self.needs(self._beside_earlier(found)))
                 return dataclasses.astuple(found)
 
             is_default = choice.saved == self.default.saved
@@ -571,17 +571,21 @@ class Search:
     def _corrected(self, more: CompiledBytes, choice: Choice) -> CompiledBytes:
         """Say of a choice whose code exceeds the budget that it does.
 
-        Where its highest stage needs more than was thought, values that it makes again in that stage are why, or before
-        the call of the next one; if there are none, every choice needs that. In other stages, buffers may wait for
-        others of their size below that peak.
+        Where a stage needs more than was thought, values that it makes again in that stage are why, or before the call
+        of the next one; if there are none, every choice needs that. Where buffers may wait for others of their size
+        below the peak, this is known of the highest stage alone.
         """
         seen, backward, making = self.lower(choice), list(more.backward), dict(more.making)
         expected, by_stage = more.in_stages(choice), self._by_stage(choice)
-        highest = max(by_stage.values())
+        highest = 0 if self.frees_at_once else max(by_stage.values())
         again = set(choice.made_again.values())
-        peaks = (stage for stage, size in by_stage.items() if size == highest)
-        for stage in sorted({stage + (stage not in again and stage + 1 in again) for stage in peaks}):
-            if (missing := highest - expected[stage]) <= 0:
+        known = defaultdict[int, int](int)
+        for stage, size in by_stage.items():
+            if size >= highest:
+                of = stage + (stage not in again and stage + 1 in again)
+                known[of] = max(known[of], size)
+        for stage, size in sorted(known.items()):
+            if (missing := size - expected[stage]) <= 0:
                 continue
             made = {v: self.joint.values[v].size_bytes for v, when in choice.made_again.items() if when == stage}
             if not (total := sum(made.values())):
