@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,19 +134,53 @@ def test_mixed_precision_of_accelerate_goes_around_the_plan(kind: str, plans: di
     model(*batch).backward()
     assert counts_of(model).regions == 4
     assert planned_forward(model).plan is plans[kind]
-    with pytest.raises(UsageError, match="wrapped after a plan was applied"):
-        remove(model)
     bare = from_accelerate.unwrap_model(model, keep_fp32_wrapper=False)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         bare(*batch).backward()
     assert counts_of(bare).regions == 8
 
 
+def seeded(forward: Callable[..., torch.Tensor], batch: list[torch.Tensor]) -> torch.Tensor:
+    torch.manual_seed(5)
+    return forward(*batch)
+
+
+@pytest.mark.any_device
+def test_a_plan_is_taken_out_from_under_accelerates_autocast(plans: dict[str, Plan]) -> None:
+    from remat.integrations.accelerate import prepare
+
+    model = prepare(accelerator(mixed_precision="bf16"), Transformer(), plan=plans["bf16"])
+    batch = [each.to(DEVICE) for each in tokens(2, None)]
+    planned = seeded(model, batch)
+    assert not has_plan(remove(model))
+    assert planned.dtype == torch.float32 and torch.equal(seeded(model, batch), planned)
+    in_fp32 = functools.partial(Transformer.forward, model)
+    assert not torch.equal(seeded(in_fp32, batch), planned)
+
+
+def test_a_plan_is_not_taken_out_from_under_another_wrapper(plans: dict[str, Plan]) -> None:
+    model = apply(Transformer(), plans["bf16"])
+    wrapped = functools.update_wrapper(functools.partial(model.forward), model.forward, assigned=())
+    vars(model)["forward"] = wrapped
+    with pytest.raises(UsageError, match="wrapped after a plan was applied"):
+        remove(model)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="of the CPU, where accelerate puts no autocast around fp16")
+def test_accelerates_fp16_on_a_cpu_goes_with_a_plan_without_autocast(plans: dict[str, Plan]) -> None:
+    model, from_accelerate = Transformer(), accelerator(mixed_precision="fp16")
+    from remat.integrations.accelerate import prepare
+
+    prepare(from_accelerate, model, plan=plans["nodes"])
+    model(*tokens(2, None)).backward()
+    assert counts_of(model).regions > 0
+
+
 def test_what_accelerate_cannot_do_with_a_plan_is_refused(plans: dict[str, Plan]) -> None:
     plain = accelerator()
     from remat.integrations.accelerate import prepare
 
-    with pytest.raises(PlanMismatch, match=r"for autocast to bfloat16, and Accelerator\(mixed_precision='no'\)"):
+    with pytest.raises(PlanMismatch, match=r"for autocast to bfloat16, and Accelerator\(mixed_precision='no'\) on"):
         prepare(plain, Transformer(), plan=plans["bf16"])
     prepared = plain.prepare(Transformer())
     with pytest.raises(UsageError, match=r"went through accelerator\.prepare already"):

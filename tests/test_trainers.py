@@ -747,6 +747,16 @@ def test_a_model_under_a_plan_gets_the_one_that_the_next_trainer_asks_for(tmp_pa
     assert not has_plan(model)
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="of the CPU, where accelerate puts no autocast around fp16")
+def test_fp16_on_a_cpu_is_planned_as_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "plan", by_hand)
+    expected = losses_of(trainer(tmp_path, fp16=True))
+    callback = RematCallback(budget="1MiB", cache=tmp_path)
+    assert losses_of(trainer(tmp_path, callback, fp16=True)) == expected
+    assert callback.plan is not None and callback.plan.about["autocast"] is None
+    assert losses_of(trainer(tmp_path, RematCallback(callback.plan), fp16=True)) == expected
+
+
 @pytest.mark.exhaustive
 def test_a_trainer_counts_labels_as_ever_after_one_that_was_compiled_and_nothing_keeps_an_optimizer(
     tmp_path: Path,
@@ -1023,6 +1033,68 @@ def judged(words: int = 10) -> list[dict[str, Any]]:
         {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 2 == 0}
         for i, row in enumerate(preferences(prompt=True, words=words))
     ]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.often("bf16-SFT-SFT")
+@pytest.mark.parametrize(
+    "chain", ["SFT SFT", "SFT plain SFT", "plain DPO SFT", "SFT KTO plain"], ids=lambda chain: chain.replace(" ", "-")
+)
+@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
+def test_a_model_goes_from_one_of_trls_trainers_to_the_next_as_without_plans(
+    bf16: bool, chain: str, trl: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each puts its head on the forward that it finds, under which accelerate's autocast does nothing any more."""
+    monkeypatch.setattr(planner, "plan", by_hand)
+    data = {"SFT": rows(), "DPO": preferences(True), "KTO": judged()}
+
+    def trained(planned: bool) -> tuple[list[float], list[torch.Tensor]]:
+        model, losses = llama(), []
+        for each in chain.split():
+            name = each.replace("plain", "SFT")
+            callbacks = [RematCallback(budget="1MiB", cache=tmp_path)] if planned and each == name else []
+            beside = {} if name == "SFT" else {"ref_model": llama()}
+            made = trl(name, *callbacks, data=data[name], model=model, bf16=bf16, **beside)
+            assert not has_plan(model)
+            losses += losses_of(made)
+            assert not callbacks or counts_of(model).regions > 0
+        return losses, [p.detach() for p in model.parameters()]
+
+    (expected, before), (losses, weights) = trained(planned=False), trained(planned=True)
+    assert losses == expected
+    torch.testing.assert_close(weights, before, rtol=0, atol=0)
+
+
+@pytest.mark.exhaustive
+def test_a_plan_taken_out_leaves_trls_model_to_another_trainer(
+    trl: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(planner, "plan", by_hand)
+
+    def losses(*callbacks: Any) -> list[float]:
+        model = llama()
+        first = losses_of(trl("SFT", *callbacks, data=rows(), model=model, bf16=True))
+        return first + losses_of(trainer(tmp_path, model=remat.remove(model)))
+
+    assert losses(RematCallback(budget="1MiB", cache=tmp_path)) == losses()
+
+
+@pytest.mark.exhaustive
+def test_a_precision_that_a_trainer_does_not_change_again_is_that_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """accelerate prepares a model once: the second Trainer trains under the autocast of the first, or under none."""
+    monkeypatch.setattr(planner, "plan", by_hand)
+
+    def losses(callbacks: Callable[[], list[Any]], *precisions: bool) -> list[float]:
+        model = llama()
+        return [x for bf16 in precisions for x in losses_of(trainer(tmp_path, *callbacks(), model=model, bf16=bf16))]
+
+    def planned() -> list[Any]:
+        return [RematCallback(budget="1MiB", cache=tmp_path)]
+
+    for precisions in [(True, False), (False, True)]:
+        assert losses(planned, *precisions) == losses(list, *precisions)
 
 
 @pytest.mark.any_device

@@ -51,6 +51,10 @@ def _rebound(function: Any, twins: Mapping[int, Any]) -> Any:
     def moved(value: Any) -> Any:
         if isinstance(value, types.MethodType):
             return types.MethodType(_rebound(value.__func__, twins), twins.get(id(value.__self__), value.__self__))
+        if hasattr(value, "__wrapped__") and not isinstance(value, types.FunctionType):  # a decorator's object
+            made = object.__new__(type(value))
+            vars(made).update({name: moved(part) for name, part in vars(value).items()})
+            return made
         return twins.get(id(value), value) if isinstance(value, nn.Module) else _rebound(value, twins)
 
     cells = tuple(types.CellType(moved(cell.cell_contents)) for cell in function.__closure__)

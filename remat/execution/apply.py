@@ -9,6 +9,7 @@ from torch import nn
 
 from remat.errors import UsageError
 from remat.evaluation.plan import Plan
+from remat.execution.accelerate_autocast import beneath_autocast
 from remat.execution.eager.rewrite import Counts
 from remat.execution.executions import executor
 from remat.execution.planned_forward import PlannedForward
@@ -72,7 +73,7 @@ def apply(
 
 
 def remove(model: Model) -> Model:
-    """Take the plan out of `model`, in place; do nothing if there is none.
+    """Take the plan out of `model`, in place; do nothing if there is none. The autocast of accelerate stays.
 
     Args:
         model: A model that went through `apply`.
@@ -81,7 +82,7 @@ def remove(model: Model) -> Model:
         The same model.
 
     Raises:
-        UsageError: The forward was wrapped after the plan was applied, as `accelerator.prepare` does.
+        UsageError: The forward was wrapped by something else after the plan was applied.
 
     Example:
         >>> model = remat.remove(model)
@@ -90,16 +91,17 @@ def remove(model: Model) -> Model:
     planned = _planned_in(model)
     if planned is None:
         return model
-    if model.__dict__["forward"] is not planned:
-        raise UsageError(
-            "the forward of this model was wrapped after a plan was applied to it; apply and remove plans before "
-            "the model is prepared."
-        )
-    planned.take_out()
-    if planned.replaced is None:
-        del model.__dict__["forward"]
-    else:
-        model.forward = planned.replaced
+    with beneath_autocast(model):
+        if model.__dict__["forward"] is not planned:
+            raise UsageError(
+                "the forward of this model was wrapped after a plan was applied to it; apply and remove plans before "
+                "the model is prepared."
+            )
+        planned.take_out()
+        if planned.replaced is None:
+            del model.__dict__["forward"]
+        else:
+            model.forward = planned.replaced
     return model
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from remat.errors import UsageError
 from remat.evaluation.plan import Plan
+from remat.execution.accelerate_autocast import autocast_put_by, name_of
 from remat.execution.apply import apply
 from remat.execution.reports import OnLarger
 from remat.integrations.settings import (
@@ -30,7 +31,7 @@ from remat.integrations.settings import (
 
 __all__ = ["outputs_in_fp32", "prepare"]
 
-AUTOCAST = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
+PRECISIONS = ("no", "bf16", "fp16")
 
 
 def prepare(
@@ -49,9 +50,10 @@ def prepare(
     if getattr(model, "_is_accelerate_prepared", False):
         raise UsageError("this model went through accelerator.prepare already; give it to remat's prepare instead.")
     precision = str(accelerator.mixed_precision)
-    if precision not in AUTOCAST:
-        raise UsageError(f"mixed_precision={precision!r} is not supported; choose {', '.join(AUTOCAST)}.")
-    require_autocast(found, AUTOCAST[precision], f"Accelerator(mixed_precision={precision!r})")
+    if precision not in PRECISIONS:
+        raise UsageError(f"mixed_precision={precision!r} is not supported; choose {', '.join(PRECISIONS)}.")
+    setting = f"Accelerator(mixed_precision={precision!r}) on {accelerator.device.type}"
+    require_autocast(found, name_of(autocast_put_by(accelerator)), setting)
     warn_of_accumulation(found, accelerator.gradient_accumulation_steps, "the Accelerator")
     apply(model, found, on_larger=on_larger, verify_first_step=verify_first_step)
     for each in others:

@@ -28,7 +28,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -46,6 +45,7 @@ from remat.capture.beside_parameters import HOLDERS, carry_over, tensors_beside
 from remat.capture.copies import copied
 from remat.capture.model_state import generators_kept
 from remat.errors import UsageError
+from remat.execution.accelerate_autocast import autocast_of, take_off
 from remat.execution.model_as_planned import checkpoints_itself
 from remat.host.weights import weights_on_host
 from remat.integrations.generated_batches import GeneratedBatches, makes_batches, refuse_unknown_batches, reward_models
@@ -86,7 +86,7 @@ def workload_of(trainer: Any) -> Workload:
     """
     _refuse(trainer)
     rows = _Rows(trainer)
-    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(trainer.accelerator.mixed_precision))
+    autocast = autocast_of(trainer.accelerator, trainer.model)
     return Workload(
         name=f"{type(trainer).__name__} of {type(trainer.model).__name__}",
         build=functools.partial(_copied, trainer.model, checkpoints=not own_checkpointing(trainer.args, trainer.model)),
@@ -219,18 +219,8 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 def _bare(model: nn.Module) -> nn.Module:
     """Restore in place the forward of `model` that accelerate has wrapped."""
-    if (original := model.__dict__.get("_original_forward")) is not None and model.__dict__.get("forward") is not None:
-        model.__dict__.pop("_original_forward")
-        put_forward(model, original)
+    take_off(model)
     return model
-
-
-def put_forward(model: nn.Module, forward: Any) -> None:
-    """Make `forward` that of `model`; the class's own is not stored in the instance."""
-    if isinstance(forward, types.MethodType) and forward.__func__ is type(model).forward:
-        model.__dict__.pop("forward", None)
-    else:
-        model.forward = forward
 
 
 # The batch (Rule 2)
@@ -441,7 +431,7 @@ def _tensors_of(model: nn.Module | None) -> dict[str, torch.Tensor]:
 class _Reference:
     """A model of shapes only, called with a batch's tensors as its own, under autocast, as accelerate does."""
 
-    def __init__(self, model: nn.Module, tensors: dict[str, torch.Tensor], autocast: torch.dtype | None):
+    def __init__(self, model: nn.Module, autocast: torch.dtype | None, tensors: dict[str, torch.Tensor]):
         learns = {name for name, p in model.named_parameters() if p.requires_grad}  # whose casts autocast keeps
         self._tensors = {name: t.detach().requires_grad_(name in learns) for name, t in tensors.items()}
         self._model, self._autocast = model, autocast
@@ -460,25 +450,30 @@ class _Reference:
         return functional_call(self._model, self._tensors, args, kwargs)
 
 
-def _bare_reference(trainer: Any) -> nn.Module | None:
-    """Return the reference model of `trainer`, with shapes only."""
+def _bare_reference(trainer: Any) -> Callable[[dict[str, torch.Tensor]], _Reference] | None:
+    """Return a function that makes the reference model of `trainer`, with shapes only, from its tensors in a batch."""
     if (found := _reference_of(trainer)) is None:
         return None
     with _real(), torch.device("meta"):
-        return _copied(found).train(found.training)
+        bare = _copied(found).train(found.training)
+    return functools.partial(_Reference, bare, autocast_of(trainer.accelerator, found))
 
 
 # The step (Rules 3 to 5)
 
 
 def _step(
-    trainer: Any, autocast: torch.dtype | None, reference: nn.Module | None, model: nn.Module, batch: Batch
+    trainer: Any,
+    autocast: torch.dtype | None,
+    reference: Callable[[dict[str, torch.Tensor]], _Reference] | None,
+    model: nn.Module,
+    batch: Batch,
 ) -> torch.Tensor:
     """Compute the loss as the Trainer does; serves as Workload.step."""
     stand_in = stand_in_of(trainer, model)
     vars(stand_in).update(around(trainer, model, batch.get(AROUND, {})))
     if reference is not None:
-        stand_in.ref_model = _Reference(reference, batch[REFERENCE], autocast)
+        stand_in.ref_model = reference(batch[REFERENCE])
     with as_in_training(model, autocast) as answers, _hooks_too(lambda: as_in_training(model, autocast), answers):
         loss = stand_in.compute_loss(model, dict(batch["inputs"]), num_items_in_batch=batch["items"])
         return loss if _is_scaled(trainer, batch) else loss / trainer.args.gradient_accumulation_steps

@@ -16,12 +16,9 @@ Trainer does.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
-import types
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +29,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from remat.capture import trl_head
 from remat.errors import UsageError
 from remat.evaluation.plan import Plan
+from remat.execution.accelerate_autocast import autocast_put_by, beneath_autocast, name_of
 from remat.execution.apply import apply, has_plan, planned_forward, remove
+from remat.execution.planned_forward import PlannedForward
 from remat.execution.reports import OnLarger
 from remat.host.weights import weights_on_host
 from remat.integrations.settings import (
@@ -47,11 +46,11 @@ from remat.integrations.trainer_workload import (
     is_trainer,
     loop_of,
     own_checkpointing,
-    put_forward,
     turn_off_checkpointing,
     workload_of,
 )
 from remat.units import gib
+from remat.workload.replaced_forward import forward_under_plan
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
@@ -116,6 +115,8 @@ class RematCallback(TrainerCallback):
         self._cache = None if cache is None else Path(cache)
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if isinstance(model := kwargs.get("model"), nn.Module):
+            remove_earlier_plans(model)
         if args.n_gpu > 1:
             raise UsageError(
                 f"the Trainer would spread each batch over {args.n_gpu} GPUs with nn.DataParallel, which copies models "
@@ -134,8 +135,10 @@ class RematCallback(TrainerCallback):
             )
         if self.plan is None or self._budget is not None:
             return
-        autocast = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
-        require_autocast(self.plan, autocast, f"TrainingArguments(bf16={args.bf16}, fp16={args.fp16})")
+        if not getattr(model, "_is_accelerate_prepared", False):  # then training decides what stays of its autocast
+            autocast = name_of(autocast_put_by(self._trainer().accelerator))
+            setting = f"TrainingArguments(bf16={args.bf16}, fp16={args.fp16}) on {args.device.type}"
+            require_autocast(self.plan, autocast, setting)
         warn_of_accumulation(self.plan, args.gradient_accumulation_steps, "TrainingArguments")
         if args.max_grad_norm and args.max_grad_norm > 0:
             require_no_clipping(self.plan, f"TrainingArguments(max_grad_norm={args.max_grad_norm})")
@@ -159,8 +162,7 @@ class RematCallback(TrainerCallback):
             if weights_on_host(model) is not None:  # which no copy for planning has
                 tell(trainer, f"weights of this model are on the host: its plan for {gib(there.budget_bytes)} stays")
                 return
-            with beneath_autocast(model, trainer.accelerator):
-                remove(model)
+            remove(model)
         if self._compiles:
             if gives_way:
                 tell(trainer, GIVES_WAY)
@@ -175,7 +177,7 @@ class RematCallback(TrainerCallback):
         if trl_head.is_on(model) and trl_head.selects_rows(trainer.args.device):
             tell(trainer, SCORES_ALL)
         weights_as_planned(plan, model)
-        with beneath_autocast(model, trainer.accelerator):
+        with beneath_autocast(model):
             apply(model, plan, on_larger=self.on_larger, verify_first_step=self.verify_first_step)
         optimizer_as_planned(plan, kwargs.get("optimizer"))
 
@@ -208,6 +210,16 @@ class RematCallback(TrainerCallback):
                 return found
             frame = frame.f_back
         raise UsageError("RematCallback was called by no Trainer of transformers; give it to one as a callback.")
+
+
+def remove_earlier_plans(model: nn.Module) -> None:
+    """Take the plans of earlier Trainers out of `model`: Trainers of TRL are about to put a forward of their own on it.
+
+    They stay where weights are on the host, which no copy for planning has.
+    """
+    for module in model.modules() if weights_on_host(model) is None else ():
+        if isinstance(forward_under_plan(module), PlannedForward):
+            remove(module)
 
 
 def compiled_options(budget: Any, on_larger: OnLarger, options: dict[str, Any]) -> dict[str, Any]:
@@ -251,22 +263,3 @@ SCORES_ALL = (
     "under the plan TRL's head scores every position, not those alone whose labels count: losses may differ in their "
     "last bits from those without a plan"
 )
-
-
-@contextlib.contextmanager
-def beneath_autocast(model: nn.Module, accelerator: Any) -> Iterator[None]:
-    """Remove what accelerate puts around the forward of `model` for mixed precision, and restore it afterwards."""
-    original = model.__dict__.pop("_original_forward", None)
-    if original is None:
-        yield
-        return
-    from accelerate.utils import convert_outputs_to_fp32, get_mixed_precision_context_manager
-
-    put_forward(model, original)
-    try:
-        yield
-    finally:
-        model.__dict__["_original_forward"] = model.forward
-        autocast = get_mixed_precision_context_manager(accelerator.native_amp, accelerator.autocast_handler)
-        forward: Any = model.forward
-        put_forward(model, types.MethodType(convert_outputs_to_fp32(autocast(forward.__func__)), model))
