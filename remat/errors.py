@@ -8,6 +8,9 @@ with 1.
 
 from __future__ import annotations
 
+import reprlib
+from typing import Any
+
 
 class RematError(Exception):
     """An error that remat raises on purpose; base class of the others.
@@ -131,3 +134,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether `error` reports that a device or the host is out of memory."""
     cuda = type(error).__name__ == "OutOfMemoryError"  # torch's, which this module does not import
     return cuda or isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def require_argument(name: str, value: Any, kinds: Any, takes: str) -> None:
+    """Raise UsageError unless `value`, given as the argument `name`, is of `kinds`, which `takes` describes."""
+    if not isinstance(value, kinds):
+        raise UsageError(f"`{name}=` takes {takes}, not {reprlib.repr(value)}.")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import typing
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import remat
@@ -24,6 +26,7 @@ from remat.planning.budget import parse_budget
 from remat.planning.request import PlanRequest, RequestKeywords
 from remat.units import GIB
 from remat.workload.training_loop import TrainingLoop
+from tests.toys import TRANSFORMER
 
 FIELDS = {field.name for field in dataclasses.fields(PlanRequest)}
 OF_LIMITS = {"time_limit", "seed"}  # options that are fields of `Limits`
@@ -101,6 +104,51 @@ def test_a_number_out_of_range_is_refused(wanted: dict[str, Any]) -> None:
     name, value = next(iter(wanted.items()))
     with pytest.raises(UsageError, match=f"`{name}={value!r}` is"):
         PlanRequest.of(**wanted)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "takes"),
+    [
+        ({"offload": ["activations"]}, "a name, or two with a comma"),
+        ({"execution": 3}, "a name, such as eager"),
+        ({"allocator": True}, "settings of PYTORCH_CUDA_ALLOC_CONF as text"),
+        ({"limits": 5}, "a remat.Limits"),
+        ({"solver": "exact"}, "a function of remat.solvers"),
+        ({"forms": "x"}, "a remat.FormChoice"),
+        ({"loop": {"accumulation": 2}}, "a remat.TrainingLoop"),
+        ({"target": None}, "auto, cuda, cpu, or a card by name"),
+        ({"target": 5}, "auto, cuda, cpu, or a card by name"),
+        ({"costs": 5}, "the path of a table of kernel times"),
+        ({"lengths": 4}, "a list of whole numbers of tokens"),
+        ({"lengths": "4"}, "a list of whole numbers of tokens"),
+        ({"lengths": ["4"]}, "a list of whole numbers of tokens"),
+        ({"on_progress": 3}, "a function of the numbers done and in all"),
+    ],
+    ids=str,
+)
+def test_an_argument_of_another_type_is_refused_by_its_name(wanted: dict[str, Any], takes: str) -> None:
+    name, value = next(iter(wanted.items()))
+    with pytest.raises(UsageError, match=re.escape(f"`{name}=` takes {takes}, not {value!r}.")):
+        remat.plan(TRANSFORMER, **{"budget": "20GiB", "target": "cpu", **wanted})
+
+
+@pytest.mark.parametrize("function", [remat.estimate, remat.profile, remat.check, remat.compare, remat.largest_batch])
+def test_every_function_refuses_a_loop_of_another_type(function: Callable[..., Any]) -> None:
+    budget = {"budget": "20GiB"} if function in (remat.check, remat.compare, remat.largest_batch) else {}
+    with pytest.raises(UsageError, match=r"`loop=` takes a remat\.TrainingLoop, not 5\."):
+        function(TRANSFORMER, target="cpu", loop=5, **budget)
+
+
+def test_a_host_budget_of_another_type_is_refused_by_its_name() -> None:
+    with pytest.raises(UsageError, match=r"host_budget=1\.5 is neither a whole number of bytes nor text with a unit"):
+        PlanRequest.of(host_budget=1.5)  # type: ignore[arg-type]
+
+
+def test_a_device_of_torch_is_the_target_of_its_type() -> None:
+    assert find_planning_device(torch.device("cpu")) == find_planning_device("cpu")
+    assert find_planning_device(torch.device("cpu", 0)) == find_planning_device("cpu")
+    with pytest.raises(UsageError, match="target 'meta' is not known; choose auto, cuda, cpu"):
+        find_planning_device(torch.device("meta"))
 
 
 FUNCTIONS = {name: found for name in remat.__all__ if inspect.isfunction(found := getattr(remat, name))}

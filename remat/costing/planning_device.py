@@ -9,7 +9,7 @@ import torch
 
 from remat.costing.kernel_files import load_table
 from remat.costing.kernel_table import KernelTable
-from remat.errors import UsageError
+from remat.errors import UsageError, require_argument
 from remat.workload.target import TARGETS, Target, named
 
 DEFAULT_TARGET = "h100-80gb"
@@ -32,20 +32,30 @@ class PlanningDevice:
         return self.device is None and self.target.device == "cuda"
 
 
-def find_planning_device(name: str, costs: str | os.PathLike[str] | None = None) -> PlanningDevice:
+def find_planning_device(name: str | torch.device, costs: str | os.PathLike[str] | None = None) -> PlanningDevice:
     """Return the planning device of `--target name`, priced by the table `costs` if given.
 
     auto  this machine's GPU, or else `DEFAULT_TARGET`      cuda  this machine's GPU, or a UsageError
     cpu   this machine's CPU                                any other: a target by name
 
+    A torch.device is the target of its type.
+
     Raises UsageError for an unknown name, for an unreadable table, and for a table beside this machine's device.
     """
-    place = _device_named(name)
+    require_argument("target", name, str | torch.device, "auto, cuda, cpu, or a card by name")
+    require_argument("costs", costs, str | os.PathLike | None, "the path of a table of kernel times")
+    place = _device_named(name if isinstance(name, str) else _name_of(name))
     if costs is None:
         return place
     if place.device is not None:
         raise UsageError(f"costs={os.fspath(costs)} is for a target by name; kernels of this machine are measured.")
     return dataclasses.replace(place, table=load_table(costs))
+
+
+def _name_of(device: torch.device) -> str:
+    """Return the name of the target that `device` is, if it is this process's device of its type."""
+    of_process = torch.cuda.current_device() if device.type == "cuda" and torch.cuda.is_available() else 0
+    return device.type if device.index in (None, of_process) else str(device)
 
 
 def _device_named(name: str) -> PlanningDevice:

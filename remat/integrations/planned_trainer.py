@@ -116,7 +116,10 @@ def for_data(workload: Workload, options: dict[str, Any]) -> dict[str, Any]:
     """Return options of `remat.plan` without lengths that the data do not reach: these decide the longest."""
     if "lengths" not in options:
         return {**options}
-    return {**options, "lengths": [length for length in options["lengths"] if length < (workload.seq_len or 0)]}
+    from remat.planning.shorter import whole_lengths
+
+    given = whole_lengths(options["lengths"])
+    return {**options, "lengths": [length for length in given if length < (workload.seq_len or 0)]}
 
 
 def require_options(options: dict[str, Any]) -> None:

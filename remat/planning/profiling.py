@@ -14,6 +14,7 @@ from remat.capture.model_state import generators_kept
 from remat.costing.costs import Costs, assumptions, estimated_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
+from remat.errors import require_argument
 from remat.evaluation.form import Form
 from remat.evaluation.graph import FORWARD_ALONE, LIBRARY_WORKSPACES, TRACED_ONLY, Graph
 from remat.evaluation.sharding import shard
@@ -21,13 +22,14 @@ from remat.planning.untraced import with_untraced
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.recording.reslice import Resliced
-from remat.workload.training_loop import TrainingLoop
+from remat.workload.training_loop import TrainingLoop, require_loop
 from remat.workload.workload import Workload, require_workload
 
 
 def fake_step(workload: Workload, place: PlanningDevice, *, loop: TrainingLoop | None = None) -> FakeStep:
     """Make the workload's step on fake tensors that pretend to be on `place`."""
     require_workload(workload)
+    require_loop(loop)
     device = place.device or torch.device("cpu")
     if not place.substituted:
         return FakeStep(workload, device=device, loop=loop)
@@ -89,6 +91,7 @@ def profile_step(
     step: FakeStep, place: PlanningDevice, *, on_progress: Callable[[int, int], None] | None = None
 ) -> Profile:
     """Profile an existing step in its present training loop and form."""
+    require_argument("on_progress", on_progress, Callable | None, "a function of the numbers done and in all")
     found = record(step, alignment_bytes=place.target.alignment_bytes)
     whole, costs = _costed(found, place, on_progress=on_progress)
     whole = with_untraced(whole, step, costs, place.target, place.device)

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, TypedDict, Unpack
+from collections.abc import Callable
+from typing import Any, Literal, TypedDict, Unpack
 
 from remat.costing.planning_device import PlanningDevice
-from remat.errors import UsageError
+from remat.errors import UsageError, require_argument
 from remat.execution import executions
 from remat.execution.base import Execution
 from remat.execution.executions import EAGER
 from remat.formulation.search_space import DEPTH
 from remat.formulation.solution import Limits
 from remat.offloading.link import Link
-from remat.planning.budget import Budget, is_share_of_step, parse_budget, usable_bytes
+from remat.planning.budget import Budget, is_share_of_step, parse_budget, require_unit, usable_bytes
 from remat.planning.links import (
     ACTIVATIONS,
     WEIGHTS,
@@ -30,7 +31,7 @@ from remat.planning.links import (
     require_offloads,
 )
 from remat.solvers import Solver, load
-from remat.workload.training_loop import TrainingLoop
+from remat.workload.training_loop import TrainingLoop, require_loop
 
 Numerics = Literal["bitwise", "sums", "rounding"]
 BITWISE: Numerics = "bitwise"
@@ -154,6 +155,7 @@ class PlanRequest:
 
     def loop(self, own: TrainingLoop | None) -> TrainingLoop | None:
         """Return the training loop `own` with the optimizer's state where `offload` says."""
+        require_loop(own)
         return loop_with(own, self.offload)
 
     def require(self, place: PlanningDevice, loop: TrainingLoop | None, *, has_model: bool = True) -> None:
@@ -162,6 +164,7 @@ class PlanRequest:
         loop       as `self.loop` returned it
         has_model  whether there is a model, not a profile alone
         """
+        require_loop(loop)
         self.limit(place)
         self.link(place, loop)
         self.require_of(loop, has_model=has_model)
@@ -202,6 +205,10 @@ class PlanRequest:
     @classmethod
     def of(cls, **wanted: Unpack[RequestKeywords]) -> PlanRequest:
         """Make a request from keywords."""
+        for name, (kinds, takes) in _KINDS.items():
+            require_argument(name, wanted.get(name), kinds, takes)
+        if (host_budget := wanted.get("host_budget")) is not None:
+            require_unit("host_budget", host_budget)
         time_limit, limits = wanted.pop("time_limit", None), wanted.pop("limits", None) or Limits()
         if time_limit is not None:
             if not isinstance(time_limit, (int, float)) or not 0 < time_limit < math.inf:
@@ -215,6 +222,16 @@ class PlanRequest:
             wanted.pop("numerics", None), exact=wanted.pop("exact", False), fuse=wanted.pop("fuse", False)
         )
         return cls(**{**wanted, "numerics": numerics, "limits": limits})  # type: ignore[arg-type]
+
+
+_KINDS: dict[str, tuple[Any, str]] = {
+    "execution": (str | None, "a name, such as eager"),
+    "offload": (str | None, "a name, or two with a comma"),
+    "allocator": (str | None, "settings of PYTORCH_CUDA_ALLOC_CONF as text"),
+    "limits": (Limits | None, "a remat.Limits"),
+    "solver": (Callable | None, "a function of remat.solvers"),
+    "forms": (FormChoice | None, "a remat.FormChoice"),
+}
 
 
 def numerics_of(numerics: str | None, *, exact: bool = False, fuse: bool = False) -> Numerics:

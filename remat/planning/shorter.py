@@ -8,9 +8,10 @@ it. A length whose plan saves little time over the next one has none of its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from remat.errors import CaptureError, Infeasible, NoPlanInTime, UsageError
+from remat.errors import CaptureError, Infeasible, NoPlanInTime, UsageError, require_argument
 from remat.evaluation.forwards import forwards_of, is_plain
 from remat.evaluation.plan import Plan
 from remat.execution.executions import EAGER
@@ -20,9 +21,19 @@ from remat.planning.request import PlanRequest
 from remat.planning.study import Study
 
 
+def whole_lengths(lengths: Sequence[int]) -> list[int]:
+    """Return the given lengths. Raises UsageError unless they are whole numbers."""
+    takes = "a list of whole numbers of tokens"
+    require_argument("lengths", lengths, Iterable, takes)
+    found = [*lengths]
+    if not all(type(length) is int for length in found):
+        raise UsageError(f"`lengths=` takes {takes}, not {reprlib.repr(lengths)}.")
+    return found
+
+
 def require_lengths(lengths: Sequence[int], longest: int | None, request: PlanRequest) -> None:
     """Raise UsageError unless `lengths` are shorter than the `longest`, and the request allows several plans."""
-    if not lengths:
+    if not whole_lengths(lengths):
         return
     if longest is None:
         raise UsageError("the model has no sequence length, so it has no shorter ones: leave `lengths` out.")

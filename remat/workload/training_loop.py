@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from remat.errors import UsageError
+from remat.errors import UsageError, require_argument
 
 Shard = Literal["zero1", "zero2", "zero3"]
 SHARDS: tuple[Shard, ...] = ("zero1", "zero2", "zero3")
@@ -115,3 +115,8 @@ class TrainingLoop:
 def is_power_of_two(count: int) -> bool:
     """Return whether `count` micro-batches divide a loss without rounding."""
     return not count & (count - 1)
+
+
+def require_loop(value: Any) -> None:
+    """Raise UsageError where `value`, given as `loop`, is no TrainingLoop."""
+    require_argument("loop", value, TrainingLoop | None, "a remat.TrainingLoop")
