@@ -39,7 +39,8 @@ def parse_bytes(text: str, *, what: str = "size", whole_bytes: int | None = None
     if (match := _BYTES.fullmatch(text)) and (unit := _UNITS.get(match[2].lower())):
         return _whole(float(match[1]) * unit, what, text)
     raise UsageError(
-        f"{what} {text!r} is not a positive number with a unit; write for example 20GiB, 20GB or 21474836480B."
+        f"{what} {text!r} is not a number in digits with a unit (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB); write for "
+        "example 20GiB, 20GB or 21474836480B."
     )
 
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
 
 from remat.errors import CaptureError, RematError, UsageError
 from remat.evaluation.graph import OPTIMIZER_STATE
@@ -309,7 +311,9 @@ class Fails:
     ("optimizer", "error", "message"),
     [
         pytest.param(lambda p: 3, UsageError, "`optimizer` gave a int, .*Return a torch.optim", id="a-number"),
-        pytest.param(lambda p: [], UsageError, "in which nothing has a `step", id="nothing"),
+        pytest.param(lambda p: [], UsageError, "gave a list, and no optimizer", id="nothing"),
+        pytest.param(lambda p: None, UsageError, "gave None, and no optimizer", id="forgotten-return"),
+        pytest.param(lambda p: StepLR(SGD(p), 1), UsageError, "gave a StepLR, and no optimizer", id="scheduler"),
         # 2 x 100 + 4 copies of 25,536 bytes
         pytest.param(torch.optim.LBFGS, UsageError, "Plan with `optimizer=None`.* 204 copies", id="l-bfgs"),
         pytest.param(InTwo, CaptureError, "fails on fake tensors: NotImplementedError.*`optimizer=None`", id="in-two"),

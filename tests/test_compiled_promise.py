@@ -616,8 +616,10 @@ def test_what_an_optimizer_holds_while_it_repeats_a_step_is_there_during_graphs(
 def test_an_optimizer_that_cannot_be_stepped_without_data_is_refused_with_a_remedy() -> None:
     with pytest.raises(UsageError, match=r"`optimizer=` cannot be stepped .*total_steps.*`optimizer=None`.*`outside=`"):
         outside_of(Block().parameters(), Required)
-    with pytest.raises(UsageError, match="nothing has a `step"):
+    with pytest.raises(UsageError, match="gave a int, and no optimizer"):
         outside_of(Block().parameters(), 3)
+    with pytest.raises(UsageError, match="gave None, and no optimizer"):
+        outside_of(Block().parameters(), lambda parameters: None)
 
 
 class Skipped(nn.Module):

@@ -126,6 +126,18 @@ def test_an_operator_of_higher_order_is_refused_with_the_remedy() -> None:
     assert said.startswith("the model calls flex_attention") and "remat.compile" in said and said.endswith("at m.py:3")
 
 
+def test_a_message_that_begins_with_a_module_is_told_to_its_end() -> None:
+    said = describe(
+        TypeError(f"{nn.Sequential(mlp(), mlp(), mlp())} argument after ** must be a mapping, not NoneType")
+    )
+    assert said.startswith("TypeError: Sequential( (0): ")
+    assert said.endswith(") argument after ** must be a mapping, not NoneType") and len(said) < 200
+
+
+def test_a_message_whose_first_line_is_whole_is_told_by_that_line() -> None:
+    assert describe(ValueError("sizes (2, 3) differ\nfrom those before")) == "ValueError: sizes (2, 3) differ"
+
+
 def test_streams_within_a_forward_are_refused_with_the_remedy() -> None:
     said = describe(AssertionError("User object is no longer alive"), " at model.py:3")
     assert said.endswith(
@@ -257,6 +269,18 @@ def test_an_error_of_build_itself_is_told_as_it_is() -> None:
 def test_a_name_where_torchs_own_object_belongs_is_refused(field: str, value: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Workload("named", nn.Identity, rows, squared, batch_size=4, **{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [True, 2.0, 0, "8"], ids=repr)
+def test_what_is_no_number_of_samples_is_refused(size: Any) -> None:
+    with pytest.raises(UsageError, match=f"`batch_size` must be a whole number of at least 1, not {size!r}"):
+        Workload("sized", nn.Identity, rows, squared, batch_size=size)
+
+
+def test_a_batch_without_rows_is_refused() -> None:
+    workload = Workload("empty", mlp, lambda samples, _: rows(samples)[:0], squared, batch_size=4)
+    with pytest.raises(CaptureError, match="`batch` of 'empty' gives tensors without elements for a batch size of 4"):
+        FakeStep(workload, device=CPU)
 
 
 def accumulating(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

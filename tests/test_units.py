@@ -31,10 +31,11 @@ def test_a_size_is_a_number_with_a_unit(text: str, expected: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "20", "GiB", "-1GiB", "20 GiB GiB", "20XB", "1e9B", "1,5GiB", ".5GiB", "5.GiB", "nanGiB", "infB"]
+    "text",
+    ["", "20", "GiB", "-1GiB", "20 GiB GiB", "20XB", "1e9B", "1,5GiB", ".5GiB", "5.GiB", "nanGiB", "infB", "20G"],
 )
 def test_anything_else_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(UsageError, match="20GiB"):
+    with pytest.raises(UsageError, match=r"not a number in digits with a unit \(B, .*, TiB\); .* 20GiB"):
         parse_bytes(text, what="budget")
 
 

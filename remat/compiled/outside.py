@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -115,7 +116,7 @@ def _stepped_on_fakes(parameters: Sequence[nn.Parameter], optimizer: Any) -> tup
         fakes = [nn.Parameter(_like(parameter)) for parameter in parameters]
         for fake in fakes:
             fake.grad = torch.empty_like(fake)
-        made = AnyOptimizer(_made(optimizer, parameters, fakes), fakes)
+        made = AnyOptimizer.of(functools.partial(_made, optimizer, parameters), fakes)
         again = RepeatedStep(fakes, fakes[0].device)
         for _ in range(2):
             before, first = tracker.alive_now, tracker.op_count

@@ -361,7 +361,7 @@ class FakeStep:
         parameters = trainable(self.model)
         with self.mode, Tracker() as tracker, self._after_backward(tracker):
             self.finish.let_go()
-            optimizer = AnyOptimizer(None if make is None else make(parameters), parameters)
+            optimizer = AnyOptimizer.of(make, parameters)
             self.finish = Finish(self.loop, self.model, optimizer, self._repeated, TrackedStateCopies(tracker))
 
     @contextlib.contextmanager
@@ -489,7 +489,7 @@ class FakeStep:
 
     def _made_batch(self) -> Any:
         try:
-            return self.workload.batch(self.workload.batch_size, self.workload.seq_len)
+            batch = self.workload.batch(self.workload.batch_size, self.workload.seq_len)
         except RematError:
             raise
         except Exception as error:
@@ -498,6 +498,12 @@ class FakeStep:
                 f"`batch` of {self.workload.name!r} fails on fake tensors: {describe(error, line_of(error))}."
                 + " Its shapes and dtypes are all that counts: make it with torch.zeros or torch.randint." * reads
             ) from error
+        if (tensors := tensors_of(batch)) and not any(tensor.numel() for tensor in tensors):
+            raise CaptureError(
+                f"`batch` of {self.workload.name!r} gives tensors without elements for a batch size of "
+                f"{self.workload.batch_size}: make as many rows as it is asked for."
+            )
+        return batch
 
     def forward(self) -> torch.Tensor:
         """Return the loss of one forward. Raises CaptureError if `step` fails or returns something else."""

@@ -38,16 +38,34 @@ _SPARSE = ". Tensors of a sparse layout are not supported: give dense ones"
 
 
 def describe(error: BaseException, where: str = "") -> str:
-    """Describe an error: kind, first line of the message, `where` it happened, and a known remedy."""
+    """Describe an error: kind, first line of the message, `where` it happened, and a known remedy.
+
+    A line that opens a bracket ends with the one that closes it: messages begin with a module or a tensor over lines.
+    """
     if called := re.search(r"no rule registered for HigherOrderOperator (\w+)", str(error)):
         return _HIGHER_ORDER.format(operator=called[1]) + where
     if "convert all Tensors to FakeTensors first" in str(error):
         return f"it uses a tensor{where} that is neither of the model nor of the batch{_FOREIGN_TENSOR}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    first = _first_line(str(error))
+    said = f"{type(error).__name__}: {first}" if first else type(error).__name__
     remedy = _remedy(error, said)
     return f"{said.rstrip('.')}{where}{remedy}" if where or remedy else said
 
+
+def _first_line(text: str) -> str:
+    """Return the first line of `text`, and lines to the end of its brackets, shortened in the middle."""
+    first, *others = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    said = first
+    for line in others:
+        if sum(map(said.count, "([{")) <= sum(map(said.count, ")]}")):
+            break
+        said = f"{said} {line}"
+    if said == first or len(said) <= MOST_LETTERS:
+        return said
+    return f"{said[: MOST_LETTERS // 2]}...{said[-MOST_LETTERS // 2 :]}"
+
+
+MOST_LETTERS = 160  # of a message whose first line goes on over others
 
 _FOREIGN_TENSOR = (
     ". Return a module that trains from `build`, as a part of the model, and a tensor from `batch`. A module that does "

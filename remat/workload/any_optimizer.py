@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,11 +43,20 @@ class AnyOptimizer:
         self._parameters = {id(parameter): parameter for parameter in parameters}
         self._known: set[int] = set()  # steppers that have stepped, and of those the ones that did with a closure alone
         self._repeating: set[int] = set()
-        if made is not None and not self.steppers:
-            raise UsageError(f"`optimizer` gave a {type(made).__name__}, in which nothing has a `step()`. {_REMEDY}")
+        if made is not None:
+            _require_optimizer(made)
         for each in _reached(self.steppers):
             if isinstance(each, torch.optim.LBFGS):
                 self._refuse_lbfgs(each)
+
+    @classmethod
+    def of(cls, make: Callable[[Any], Any] | None, parameters: Sequence[nn.Parameter]) -> AnyOptimizer:
+        """Make the optimizer by `make`, if it is not None. Raises UsageError if that gives none."""
+        if make is None:
+            return cls(None, parameters)
+        made = make(parameters)
+        _require_optimizer(made)
+        return cls(made, parameters)
 
     def _refuse_lbfgs(self, optimizer: torch.optim.LBFGS) -> None:
         copies = 2 * optimizer.param_groups[0]["history_size"] + 4
@@ -117,6 +126,12 @@ def _arguments_of(function: Callable[..., Any]) -> tuple[bool, bool]:
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     taken = [each for each in parameters if each.kind in (*named, inspect.Parameter.VAR_POSITIONAL)]
     return bool(taken), any(each.kind in named and each.default is inspect.Parameter.empty for each in taken)
+
+
+def _require_optimizer(made: Any) -> None:
+    if not any(True for _ in _steppers(made)):
+        given = "None" if made is None else f"a {type(made).__name__}"
+        raise UsageError(f"`optimizer` gave {given}, and no optimizer. {_REMEDY}")
 
 
 def _steppers(made: Any) -> Iterator[Any]:

@@ -74,7 +74,7 @@ class Workload:
             value = getattr(self, field)
             if value is None and field == "seq_len":
                 continue
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UsageError(
                     f"workload {self.name!r}: `{field}` must be a whole number of at least 1, not {value!r}."
                 )
