@@ -2,8 +2,8 @@
 
 A message states the fact, the numbers and the remedy, in one sentence each. An argument of the library stands in
 backticks with its equals sign: `ranks=`, `shard="zero3"`. The command line prints the message without a traceback, and
-arguments as options (`cli.screen.as_options`). Anything that is not one of these errors is a bug in remat and exits
-with 1.
+arguments as options (`cli.screen.as_options`). Anything that is not one of these errors exits with 1: output that
+cannot be written, or a bug in remat.
 """
 
 from __future__ import annotations

@@ -764,3 +764,19 @@ def test_a_closed_pipe_is_no_bug(remat: Remat) -> None:
     ran = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     os.close(writer)
     assert ran.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("output", "arguments", "exit_code", "said"),
+    [
+        ("/dev/full", "models", 1, "error: the output cannot be written: No space left on device.\n"),
+        ("/dev/full", "models --json", 1, "error: the output cannot be written: No space left on device.\n"),
+        ("/dev/full", "--help", 1, "error: the output cannot be written: No space left on device.\n"),
+        ("/dev/full", "show none.json --json", 2, "error: there is no plan file at none.json.\n"),
+        ("&-", "models", 0, ""),
+    ],
+)
+def test_output_that_cannot_be_written_is_no_bug(output: str, arguments: str, exit_code: int, said: str) -> None:
+    command = f"{sys.executable} -m remat.cli.main {arguments} >{output}"
+    ran = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT)
+    assert (ran.returncode, ran.stderr) == (exit_code, said)

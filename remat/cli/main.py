@@ -4,13 +4,16 @@ Rules that every command keeps:
 
 1. stdout carries the answer and nothing else: text for a person, or with `--json` exactly one document, errors
    included. While a command works, file descriptor 1 itself leads to stderr, because C++ libraries print too.
-2. Exit codes are those of `remat.errors`; 1 is a bug in remat. No traceback, unless REMAT_DEBUG=1 asks for it.
+2. Exit codes are those of `remat.errors`; 1 is output that cannot be written, or a bug in remat. No traceback, unless
+   REMAT_DEBUG=1 asks for it.
 3. An option that will be refused is refused before anything slow begins.
 4. `remat --help` is quick: what needs torch is imported inside the commands.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import gc
 import importlib.metadata
@@ -46,7 +49,9 @@ from remat.cli.screen import DEBUG, as_options, put, quiet_libraries, tell
 from remat.errors import Infeasible, NoPlanInTime, RematError, UsageError, is_out_of_memory
 from remat.streams import stdout_to_stderr
 
-INTERNAL_ERROR = 1
+INTERNAL_ERROR = UNWRITTEN = 1
+# A write that fails by the device it goes to, such as a full disk.
+WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 ERROR = "bold red"
 # Graphs live long: with Python's own thresholds, searching for garbage took a tenth of planning.
 GC_THRESHOLDS = (100_000, 20, 100)
@@ -67,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` and return its exit code."""
     if argv is None:  # the process is ours
         gc.set_threshold(*GC_THRESHOLDS)
+        _open_closed_streams()
     arguments = sys.argv[1:] if argv is None else list(argv)
     as_json = "--json" in arguments
     if "--help" in arguments:
@@ -82,10 +88,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         tell("error", as_options(str(answer.failure)), ERROR)
         return answer.failure.exit_code
     except BrokenPipeError:  # `remat show ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return INTERNAL_ERROR
+        _discard(sys.stdout.fileno())
+        return UNWRITTEN
     except Exception as error:
         return _fail(error, as_json)
+
+
+def _open_closed_streams() -> None:
+    """Discard the output to a stream that the shell has closed (`>&-`), for which Python has None."""
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            _discard(descriptor)
+            setattr(sys, name, os.fdopen(descriptor, "w", closefd=False))
+
+
+def _discard(descriptor: int) -> None:
+    """Let everything that is written to a file descriptor go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _colour_help() -> None:
@@ -105,7 +124,12 @@ def _fail(error: Exception, as_json: bool) -> int:
         report: dict[str, Any] = {"error": message, "exit_code": exit_code}
         if isinstance(error, Infeasible):
             report |= {"minimum_budget_bytes": error.minimum_budget_bytes, "breakdown": error.breakdown}
-        put(json.dumps(report, indent=2), whole=True)
+        with contextlib.suppress(OSError):
+            put(json.dumps(report, indent=2), whole=True)
+    try:
+        sys.stdout.flush()
+    except OSError:  # which the interpreter's last flush would report again
+        _discard(sys.stdout.fileno())
     return exit_code
 
 
@@ -120,6 +144,9 @@ def _explain(error: Exception) -> tuple[int, str]:
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in PACKAGES:
         package = (error.name or "").partition(".")[0]
         return UsageError.exit_code, f"this needs the package {package}, which is missing. Run `pip install {package}`."
+    if isinstance(error, OSError) and error.errno in WRITE_ERRORS:
+        path = f" to {error.filename}" if error.filename else ""
+        return UNWRITTEN, f"the output cannot be written{path}: {error.strerror}."
     what = f"{type(error).__name__}: {error}".splitlines()[0]
     if is_out_of_memory(error):
         return UsageError.exit_code, f"out of memory, {what}. Free memory, reduce --batch-size, or use another device."
