@@ -34,8 +34,9 @@ With all of (11) the relaxation is weak and the program slow. `solve` therefore 
 
 1. The *coarse* program has a[v,t] = s[v] + r[v,t] until the last stage in which any choice comes to need v. Its choices
    keep the budget too, so its answer is one to begin with.
-2. The next program has (11) for no value. Its bound holds for every choice. Where its answer exceeds the budget, (11)
-   is added for the values that take the memory, and the program is solved again.
+2. The next program has (11) for no value. Its bound holds for every choice. Where its answer exceeds the budget, it is
+   solved for twice as much less, which most often has an answer that fits. Then (11) is added for the values that take
+   the memory, and the program is solved again.
 
 `judged` is the same in plain words, for one choice: what is made again and when, its price and its peaks. Choices of
 any origin are compared by it. r[v,t] is left out where t is long before due[v], so that there are `FAR` of them, `NEAR`
@@ -198,7 +199,7 @@ def solve(
     start: Collection[str] = (),
     least: bool = False,
     gap: float = 0.003,
-    effort: float = 15.0,
+    effort: float = 20.0,
 ) -> Solved:
     """Find the cheapest choice whose forward and backward need at most `most_bytes`. Needs OR-tools.
 
@@ -211,24 +212,34 @@ def solve(
     more = more or CompiledBytes(0, (0,) * len(joint.own_bytes))
     cost = more.peak_bytes if least else operator.attrgetter("price_us")
     best: Choice | None = None
-    bound = 0.0
-    counted: frozenset[int] | None = None
-    for _ in range(PROGRAMS):
-        program = _Program(joint, counted, most_bytes, more, least=least)
+
+    def ask(counted: Collection[int] | None, limit: int) -> tuple[_Answer, Choice | None]:
+        """Solve a program, and keep its answer if it is the best that fits."""
+        nonlocal best, effort
+        program = _Program(joint, counted, limit, more, least=least)
         answer = program.solve(best.saved if best else start, gap, min(effort, PROGRAM_EFFORT))
         effort -= answer.effort
-        late = frozenset[int]()
-        if answer.saved is not None:
-            choice = judged(joint, answer.saved)
-            late = _late(joint, choice, more, answer.most_bytes if least else most_bytes)
-            if more.peak_bytes(choice) <= most_bytes and (best is None or cost(choice) < cost(best)):
-                best = choice
-        if counted is None:  # that was the coarse program
-            counted = frozenset()
-            continue
-        bound = max(bound, answer.bound_us)
+        choice = None if answer.saved is None else judged(joint, answer.saved)
+        if choice and more.peak_bytes(choice) <= most_bytes and (best is None or cost(choice) < cost(best)):
+            best = choice
+        return answer, choice
+
+    def is_over() -> bool:
+        """Return whether the gap is closed, or too little effort is left for a program as large as the last."""
         is_closed = best is not None and not least and bound >= (1 - gap) * best.price_us
-        if late <= counted or is_closed or effort < answer.effort:  # too little for a larger program
+        return is_closed or effort < answer.effort
+
+    ask(None, most_bytes)
+    bound, counted = 0.0, frozenset[int]()
+    for _ in range(PROGRAMS):
+        answer, choice = ask(counted, most_bytes)
+        bound = max(bound, answer.bound_us)
+        late = _late(joint, choice, more, answer.most_bytes if least else most_bytes) if choice else counted
+        if late <= counted:
+            break
+        if choice and not (counted or least or is_over()):
+            ask(counted, most_bytes - 2 * (more.peak_bytes(choice) - most_bytes))
+        if is_over():
             break
         counted |= late
     return Solved(best, bound)
