@@ -1149,6 +1149,31 @@ def test_where_kernels_draw_in_two_ways_uniform_numbers_alone_are_drawn_again(
     assert found == [{again}, {False}]
 
 
+class WithHidden(nn.Module):
+    """Its hidden states are a result too, as the keys and values of a cache are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.layer(x)
+        return self.layer(hidden.sin()).square().sum(), hidden
+
+
+def test_saving_what_the_loop_holds_anyhow_takes_no_bytes() -> None:
+    def saved_bytes(search: Search) -> None:
+        for search.holds_results in (False, True):
+            search._partition(search._look)
+            found.append({value.name: value.size_bytes for value in search.joint.values})
+
+    found: list[dict[str, int]] = []
+    x = batch(32, 16)
+    look(WithHidden, x, saved_bytes)
+    differ = [name for name in found[0] if found[0][name] != found[1][name]]
+    assert [(found[0][name], found[1][name]) for name in differ] == [(x.nbytes, 0), (4, 0)]  # and the loss
+
+
 class TwoWays(nn.Module):
     """Noise that a normalization reads, and a mask of what an activation makes."""
 

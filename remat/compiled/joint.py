@@ -68,7 +68,7 @@ _READS, _READS_SHARED = 8, 4  # the most storages that an inlined value is made 
 class Value:
     """A result of one node of the forward that backward may need.
 
-    name         of the node                         size_bytes  of its storage
+    name         of the node                         size_bytes  of its storage; 0 if the caller holds it
     save_us      traffic if it is saved              remake_us   time if backward makes it again
     fuses        whether it takes bytes, made again, only where it is made before the last stage that needs it
     held_us      its write in that case, beside `remake_us`
@@ -116,17 +116,23 @@ class Joint:
 
 
 def joint_of(
-    graph: fx.Graph, is_backward: Callable[[fx.Node], bool], target: Target, *, reorders: bool = True
+    graph: fx.Graph,
+    is_backward: Callable[[fx.Node], bool],
+    target: Target,
+    *,
+    reorders: bool = True,
+    held: Iterable[fx.Node] = (),
 ) -> Joint:
     """Make the table of a joint graph.
 
     is_backward  whether a node needs a gradient, so that it can run in backward only
     target       whose roofline prices what is made again
     reorders     whether gradients of weights run early (Rule 7)
+    held         results of forward that the caller holds: to save them takes no bytes
 
     Raises UsageError for sparse tensors.
     """
-    return _Builder(graph, is_backward, target, reorders).joint()
+    return _Builder(graph, is_backward, target, reorders, held).joint()
 
 
 def late_sums(graph: fx.Graph) -> list[fx.Node]:
@@ -157,10 +163,18 @@ def device_of(graph: fx.Graph) -> torch.device:
 class _Builder:
     """Nodes by what they are, while a table is made of them."""
 
-    def __init__(self, graph: fx.Graph, is_backward: Callable[[fx.Node], bool], target: Target, reorders: bool):
+    def __init__(
+        self,
+        graph: fx.Graph,
+        is_backward: Callable[[fx.Node], bool],
+        target: Target,
+        reorders: bool,
+        held: Iterable[fx.Node],
+    ):
         self.target, self.draws_alike = target, draws_alike(device_of(graph))
         self.nodes = nodes = [node for node in graph.nodes if node.op != "output"]
         self.results = set(graph.find_nodes(op="output")[0].all_input_nodes)
+        self.held = set(map(_base, held))
         backward = [node for node in nodes if is_backward(node)]
         self.backward = _weights_first(backward) if reorders else backward
         self.in_backward = set(self.backward)
@@ -244,7 +258,7 @@ class _Builder:
         )
         return Value(
             name=node.name,
-            size_bytes=size,
+            size_bytes=0 if node in self.held else size,
             save_us=self._traffic_us(size * (1 if is_written else 2)),
             remake_us=self._remake_us(node, is_materialized) if can_remake else 0.0,
             fuses=not is_materialized and not is_inlined,

@@ -64,6 +64,7 @@ HALVINGS = 6
 NEAR = 0.01  # of what a graph may need: limits that are not told apart
 EQUAL_SHARE = 0.002  # of what a graph may need: where table and code differ by less, the table's answer is the last
 LEAST_SAVING = 0.005  # of the price: an answer that saves less is not lowered
+WORTH_A_WORD = 0.02  # of the least peak that was seen: outputs of so many bytes are named
 NO_LIMIT = 1 << 62
 _HOMES = ("joint", "peak", "program", "partitioner")
 
@@ -177,7 +178,7 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
             _tell(f"planning a compiled step within {gib(self.budget_bytes)}; by default it needs {needed}")
         found = search.run()
         if found is None:
-            raise self._nothing_found(beside + min(map(search.needs, search.lowered.values())))
+            raise self._nothing_found(beside, min(search.lowered.values(), key=search.needs), search)
         choice, bound = found
         lowered = search.lower(choice)
         self._require_room_to_step(lowered.held)
@@ -211,12 +212,18 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
             'budget, or let go of the outputs after backward (`del`) and say `holds="loss"`.'
         )
 
-    def _nothing_found(self, least: int) -> NoPlanInTime:
-        least = max(least, self.outside.while_stepping)
+    def _nothing_found(self, beside: int, lowered: Halves, search: Search) -> NoPlanInTime:
+        least = max(beside + search.needs(lowered), self.outside.while_stepping)
+        held = ""
+        if lowered.held > WORTH_A_WORD * least:
+            held = (
+                f". {gib(lowered.held)} are outputs that the loop is taken to hold until the next forward returns: let "
+                'the model give fewer (`use_cache=False`), or let go of them and say `holds="loss"`'
+            )
         return NoPlanInTime(
             f"no plan was found that keeps the compiled step within {gib(self.budget_bytes)}, and nothing proves that "
             f"there is none: the least peak that was seen is {gib_above(least, self.budget_bytes)}. {self._fixed}"
-            f"{self._earlier}. Raise the budget, or reduce the batch.",
+            f"{self._earlier}{held}. Raise the budget, or reduce the batch.",
             least,
         )
 
@@ -287,12 +294,17 @@ class Search:
         with without_modes():  # the device's rates are measured where they are not known
             target = find_planning_device(device_of(graph).type).target
         is_backward = functools.partial(_is_backward, info)
-        joint = joint_of(graph, is_backward, target, reorders=self.reorders)
+        joint = joint_of(graph, is_backward, target, reorders=self.reorders, held=self._held(graph))
         self.seeds = {node.name: seed for node in graph.nodes if (seed := seed_of(node)) is not None}
         self.joint = dataclasses.replace(joint, uses=self.uses)
         chosen = own(1.0)
         self.default = judged(self.joint, self.joint.values_of(node.name for node in chosen))
         return chosen
+
+    def _held(self, graph: fx.Graph) -> list[fx.Node]:
+        """List the results of forward that the caller holds through backward."""
+        results = graph.find_nodes(op="output")[0].args[0][: self.options["num_fwd_outputs"]]
+        return [each for each in results if isinstance(each, fx.Node)] if self.holds_results else []
 
     @functools.cached_property
     def portfolio(self) -> list[Choice]:
