@@ -962,6 +962,28 @@ def test_every_stage_of_code_that_frees_at_once_corrects_the_table(at_once: bool
     assert search._corrected(CompiledBytes(0, (0, 0, 0)), choice).in_stages(choice) == expected
 
 
+def test_halves_that_did_not_fit_when_they_were_kept_are_made_to_draw_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws of what exceeds do not matter; another step, of which it is a smaller part, runs the same halves."""
+
+    class Kept(dict[str, Any]):
+        def get(self, make: Callable[[], Any], *of: Any) -> Any:  # type: ignore[override]
+            return self.setdefault(repr(of), make())
+
+    def made(*_: Any, may_fit: Callable[[Halves], bool], **__: Any) -> Halves:
+        found = Halves(10, 0, 10, {})
+        return dataclasses.replace(found, agrees=may_fit(found))
+
+    monkeypatch.setattr(partitioner, "halves", made)
+    kept, choice = Kept(), judged(CHAIN, "a")
+    for most, fits in ((5, False), (20, True), (5, False)):
+        search: Any = Search.__new__(Search)
+        search.joint, search.default, search.kept, search.most_bytes = CHAIN, judged(CHAIN, "abc"), kept, most
+        search.uses, search.earlier, search.lowered, search._lowered_cuts, search.tried = 1, 0, {}, {}, []
+        search.has_sums_apart = search.frees_at_once = search.draws_alike = search.holds_results = False
+        search.options, search.cut = {"num_fwd_outputs": 1}, lambda choice: (None, None)
+        assert search.fits(choice) is search.lower(choice).agrees is fits
+
+
 def test_calls_are_out_of_order_where_a_later_stage_ran_before() -> None:
     joint = dataclasses.replace(CHAIN, calls={f"c{stage}": stage for stage in range(1, 6)})
     calls = {f"c{stage}": 0 for stage in (5, 1, 2, 3, 4)}
@@ -1229,9 +1251,9 @@ def test_code_that_would_exceed_frees_its_buffers_at_once(
     for _ in range(2):
         torch._dynamo.reset()
         model, x = built(MLP).cuda(), batch(2048, 16).cuda()
-        loss = remat.compile(model, budget)(x)
+        options = {"allow_buffer_reuse": True}  # a user's: the budget goes first
+        remat.compile(model, budget, options=options)(x).backward()
         kept.append(len(asked))
-        loss.backward()
         asked.clear()
         found.append([p.grad for p in model.parameters() if p.grad is not None])
         (cut,) = cuts[-1].cuts.values()

@@ -426,3 +426,18 @@ def test_mixed_precision_of_lightning_goes_around_the_plan(plans: dict[str, Plan
 def test_a_module_that_is_not_there_is_named(plans: dict[str, Plan]) -> None:
     with pytest.raises(UsageError, match="Module has no module 'model' to apply the plan to"):
         lightning_fit(plans["nodes"], path="model")
+
+
+def test_what_others_put_around_a_planned_forward_stays() -> None:
+    """A logger of the script, and accelerate's wrapper for outputs alone, which is around no autocast."""
+    transformers = pytest.importorskip("remat.integrations.transformers")
+    operations = pytest.importorskip("accelerate.utils.operations")
+    plan = plan_by_hand(graph_of(TRANSFORMER), ())
+    for put_around in (lambda forward: lambda *given: forward(*given), operations.convert_outputs_to_fp32):
+        model = apply(TRANSFORMER.build(), plan)
+        model.forward = functools.wraps(model.forward)(put_around(model.forward))
+        before = model.forward
+        transformers.remove_earlier_plans(model)
+        assert model.forward is before and has_plan(model)
+        with pytest.raises(UsageError, match="was wrapped after a plan was applied"):
+            remove(model)

@@ -61,31 +61,40 @@ def chosen_decompositions() -> dict[Any, Any]:
 
 
 @contextlib.contextmanager
-def compiling_with(partitioner: Any, decomposed: Callable[[], dict[Any, Any]]) -> Iterator[None]:
+def compiling_with(
+    partitioner: Any, decomposed: Callable[[], dict[Any, Any]], keeps_buffers: bool | None = None
+) -> Iterator[None]:
     """Inductor with a partitioner and a table of decompositions of ours, and without a cache of joint graphs.
 
-    Backward is compiled with forward, under the same settings, and not when it first runs.
+    Backward is compiled with forward, under the same settings, and not when it first runs. `keeps_buffers` says whether
+    freed ones wait for others of their size, by default as Inductor is set. It is no option of the compiler, which
+    would put it back.
     """
     purpose = "choose what a compiled forward saves"
     compiler, config = internal("_inductor.compile_fx", purpose), internal("_inductor.config", purpose)
     internal("_inductor.compile_fx.select_decomp_table", purpose)
+    keeps = config.allow_buffer_reuse if keeps_buffers is None else keeps_buffers
     with (
         internal("_functorch.config", purpose).patch(
             enable_autograd_cache=False, force_non_lazy_backward_lowering=True
         ),
-        config.patch(custom_partitioner_fn=partitioner, allow_buffer_reuse=config.allow_buffer_reuse),
+        config.patch(custom_partitioner_fn=partitioner, allow_buffer_reuse=keeps),
         mock.patch.object(compiler, "select_decomp_table", decomposed),
     ):
         yield
 
 
-def free_at_once() -> None:
+def free_at_once() -> bool:
     """Let code that is generated in `compiling_with` free buffers at once, not keep them for later ones of their size.
+
+    Returns whether it kept them before.
 
     The device's allocator has them at hand. Kept, they may take memory through all of backward: Inductor asks of each
     alone whether the peak allows it.
     """
-    internal("_inductor.config", "free buffers at once").allow_buffer_reuse = False
+    config = internal("_inductor.config", "free buffers at once")
+    kept, config.allow_buffer_reuse = config.allow_buffer_reuse, False
+    return bool(kept)
 
 
 def keeps_joint_graphs() -> bool:

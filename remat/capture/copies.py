@@ -37,6 +37,9 @@ def copied(
     return made
 
 
+DECORATOR = "ConvertOutputsToFp32"  # of accelerate: an object around the forward of a model
+
+
 def _like(generator: torch.Generator) -> torch.Generator:
     made = torch.Generator(generator.device)
     made.set_state(generator.get_state())
@@ -51,8 +54,8 @@ def _rebound(function: Any, twins: Mapping[int, Any]) -> Any:
     def moved(value: Any) -> Any:
         if isinstance(value, types.MethodType):
             return types.MethodType(_rebound(value.__func__, twins), twins.get(id(value.__self__), value.__self__))
-        if hasattr(value, "__wrapped__") and not isinstance(value, types.FunctionType):  # a decorator's object
-            made = object.__new__(type(value))
+        if type(value).__name__ == DECORATOR:
+            made = copy.copy(value)
             vars(made).update({name: moved(part) for name, part in vars(value).items()})
             return made
         return twins.get(id(value), value) if isinstance(value, nn.Module) else _rebound(value, twins)

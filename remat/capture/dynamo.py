@@ -28,6 +28,7 @@ from torch.utils._pytree import MappingKey, tree_leaves_with_path
 
 from remat._torch.dynamo import (
     FirstNode,
+    graph_breaks,
     settings,
     trace_error,
     tracebacks_unwritten,
@@ -106,6 +107,8 @@ class GraphCalls:
     elsewhere the device that graphs are for, if tensors are on another
     is_ones   checks whether an attention mask is all ones
     opens_numbers  whether Python numbers that change from call to call stay open (`open_numbers.py`)
+    may_break whether a graph with open sizes may break
+    has_broken  whether the last call broke its graph
     change    rewrites a graph, first seen as call number `call`, before everything else
     under     path of the module whose forward it is; "" for the model's
 
@@ -124,8 +127,9 @@ class GraphCalls:
         change: Change | None = None,
         under: str = "",
         opens_numbers: bool = False,
+        may_break: bool = False,
     ):
-        self.function = function
+        self.function, self.may_break, self.has_broken = function, may_break, False
         self._under = under
         self.opens_numbers = opens_numbers
         self.answers = answers
@@ -222,9 +226,9 @@ class GraphCalls:
         return self.masks
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.count = 0
+        self.count, breaks = 0, len(graph_breaks())
         # A forward that breaks with its sizes open, and not otherwise, is traced for each of them.
-        refused = without_breaks() if self.opens_sizes else contextlib.nullcontext()
+        refused = without_breaks() if self.opens_sizes and not self.may_break else contextlib.nullcontext()
         with (
             dynamo_settings(opens_numbers=self.opens_numbers),
             open_numbers(),
@@ -250,7 +254,7 @@ class GraphCalls:
             # It instantiates a Function's class to trace it, which raises that class's warning.
             warnings.filterwarnings("ignore", message=r".*autograd\.function\.Function.* should not be instantiated")
             try:
-                return self._traced_for(self.masks)(*args, **kwargs)
+                result = self._traced_for(self.masks)(*args, **kwargs)
             except trace_error() as error:
                 if (reason := _own_error(error)) is not None:
                     raise reason from error
@@ -262,6 +266,8 @@ class GraphCalls:
                 if self.opens_any and str(error).startswith(_OF_OPEN_FLOATS):
                     raise SizesNotOpen("the graph depends on numbers of the model.") from error
                 raise
+        self.has_broken = len(graph_breaks()) > breaks
+        return result
 
 
 class _Backend(Capture):

@@ -138,6 +138,7 @@ def _compiled(
         )
     asked = CompileArguments(**{name: WeakArgument.held(value) for name, value in options.items() if name in NAMES})
     given = {name: value for name, value in options.items() if name not in (*NAMES, "step")}
+    keeps_buffers = given.pop("allow_buffer_reuse", None)
     step = _step_of(asked, options)
     inductor = _inductor(mode or asked.mode, given)
     if not torch.is_grad_enabled():
@@ -148,7 +149,8 @@ def _compiled(
     def planned(graph: fx.GraphModule, *, searches: bool = True) -> Callable[..., Any]:
         with step.adding(is_smaller=is_smaller) as key:
             promise = Promise(key, step, asked, outside, graph.graph, example_inputs)
-            with compiling_with(_partitioner(asked, outside, step, key, searches), chosen_decompositions):
+            ours = _partitioner(asked, outside, step, key, searches)
+            with compiling_with(ours, chosen_decompositions, keeps_buffers):
                 return promise.kept_by(inductor(graph, example_inputs))
 
     chunked = _chunked(asked, outside, graph_module)

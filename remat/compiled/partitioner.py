@@ -6,10 +6,10 @@ torch's partitioner cuts, and all that it does afterwards is its own; only the c
    once, here and in what follows.
 2. Otherwise sums that would wait for their readers get kernels of their own, and the program is solved. Its table is
    corrected, stage by stage, by the bytes that the lowered code of a choice needs. Its answer is lowered. Where that
-   code exceeds the budget, the missing bytes of its highest stage are counted to the values that the answer makes again
-   there. Where the program has no answer, the choice that needs least, and PyTorch's at every ratio of its memory
-   budget, are lowered instead; where the former needs what the table says, no others are. After `ROUNDS` of this at
-   most, the cheapest that really fits is handed out.
+   code exceeds the budget, the missing bytes of its highest stage (of every stage, where code frees at once) are
+   counted to the values that the answer makes again there. Where the program has no answer, the choice that needs
+   least, and PyTorch's at every ratio of its memory budget, are lowered instead; where the former needs what the table
+   says, no others are. After `ROUNDS` of this at most, the cheapest that really fits is handed out.
 3. Where the first `MISSES` choices exceed, and the last comes no nearer, the default's table is solved for lower limits
    than asked, if it has an answer at all. Where these exceed too, PyTorch's choices at every ratio are lowered until
    one fits, but for those that need more by the table than what was seen.
@@ -362,7 +362,7 @@ class Search:
                     self.holds_results,
                     repeats_draws=repeats,  # and backward then draws as forward does, if the bytes fit
                     redraws=redraws,
-                    may_fit=lambda found: self.needs(self._beside_earlier(found)) <= self.most_bytes,
+                    may_fit=self._may_fit,
                 )
                 if choice in self.tried and found.redrawn is not None:
                     self.on_try(self.needs(self._beside_earlier(found)))
@@ -370,10 +370,15 @@ class Search:
 
             is_default = choice.saved == self.default.saved
             of = is_default, self.is_default_apart if is_default else self.has_sums_apart, self.frees_at_once
-            limit = self.most_bytes if self._repeats_draws(choice) else None
-            found = Halves(*self.kept.get(make, "halves", *of, limit, sorted(choice.saved)))
+            found = Halves(*self.kept.get(make, "halves", *of, sorted(choice.saved)))
+            if not found.agrees and self._may_fit(found):  # it did not in an earlier search, with other limits
+                limits = self.most_bytes, self.uses, self.earlier
+                found = Halves(*self.kept.get(make, "halves within", *limits, *of, sorted(choice.saved)))
             self.lowered[choice.saved] = self._beside_earlier(found)
         return self.lowered[choice.saved]
+
+    def _may_fit(self, found: Halves) -> bool:
+        return self.needs(self._beside_earlier(found)) <= self.most_bytes
 
     def _beside_earlier(self, found: Halves) -> Halves:
         """Return the bytes of halves, with results that the loop holds and those of earlier graphs in its forward."""
@@ -395,7 +400,8 @@ class Search:
         return NO_LIMIT if lowered.redrawn is None else lowered.peak + (self.uses - 1) * lowered.kept
 
     def fits(self, choice: Choice) -> bool:
-        return self.needs(self.lower(choice)) <= self.most_bytes
+        lowered = self.lower(choice)
+        return lowered.agrees and self.needs(lowered) <= self.most_bytes
 
     def fits_by_default(self) -> bool:
         """Return whether PyTorch's own choice fits; where what it saves does not, its code is not lowered to know.
@@ -412,10 +418,10 @@ class Search:
         """
         if self.frees_at_once or device_of(self.gm.graph).type == "cpu":
             return False
-        free_at_once()
-        self.lowered.pop(self.default.saved, None)
         self.frees_at_once = True
-        return True
+        if changes := free_at_once():
+            self.lowered.pop(self.default.saved, None)
+        return changes
 
     @property
     def default_bytes(self) -> tuple[int, bool]:
@@ -594,8 +600,8 @@ class Search:
         known = defaultdict[int, int](int)
         for stage, size in by_stage.items():
             if size >= highest:
-                of = stage + (stage not in again and stage + 1 in again)
-                known[of] = max(known[of], size)
+                is_of_next = stage not in again and stage + 1 in again and size > expected[stage]
+                known[stage + is_of_next] = max(known[stage + is_of_next], size)
         for stage, size in sorted(known.items()):
             if (missing := size - expected[stage]) <= 0:
                 continue

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from remat._torch.compiled_draws import draw_again, drawn_otherwise
 from remat._torch.inductor import all_aligned, compiled_backward, compiled_forward, counts_flops, random_operators_alone
@@ -39,6 +39,7 @@ class Halves:
     held      of results that the caller holds until the next forward returns
     ways      how forward draws random numbers, by seed
     redrawn   those of `ways` in which backward would draw in the other way; None where it cannot draw all alike
+    agrees    whether backward now draws all as forward does; False where its bytes did not fit before
     """
 
     forward: int
@@ -48,6 +49,7 @@ class Halves:
     held: int = 0
     ways: Mapping[str, bool] = dataclasses.field(default_factory=dict)
     redrawn: Mapping[str, bool] | None = dataclasses.field(default_factory=dict)
+    agrees: bool = True
 
     @property
     def peak(self) -> int:
@@ -86,7 +88,7 @@ def halves(
             second = compiled_backward(forward, backward, results, strides)
             found = _bytes_of(forward, backward, first, second, results, holds_results)
             more = drawn_otherwise(backward, ways, loaded.ways[-1]) if repeats_draws else {}
-    return dataclasses.replace(found, ways=ways, redrawn=more if more is None else redrawn)
+    return dataclasses.replace(found, ways=ways, redrawn=more if more is None else redrawn, agrees=more == {})
 
 
 def _bytes_of(
@@ -127,7 +129,7 @@ def _data_needed() -> Iterator[None]:
     """Raise UsageError where code reads a number off a tensor, which has no data."""
     try:
         yield
-    except DataDependentOutputException as error:
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UsageError(
             "this compiled graph reads a number off a tensor (`torch.cond`, or `.item()` under "
             "`capture_scalar_outputs`), and what it needs then depends on data. Keep that out of what is compiled with "

@@ -50,7 +50,7 @@ def take_off(model: nn.Module) -> list[torch.autocast]:
     around, forward = _peeled(model.__dict__.get("forward"), model)
     if around:
         put_forward(model, forward)
-    model.__dict__.pop(NOTE, None)
+        model.__dict__.pop(NOTE, None)
     return around
 
 
@@ -85,7 +85,10 @@ def _peeled(forward: Any, model: nn.Module) -> tuple[list[torch.autocast], Any]:
         outputs := getattr(getattr(forward, "__func__", forward), "__wrapped__", None), ConvertOutputsToFp32
     ):
         decorated = outputs.model_forward  # by torch, whose closure is the autocast and the function
-        found += [c.cell_contents for c in decorated.__closure__ if isinstance(c.cell_contents, torch.autocast)]
+        cells = [cell.cell_contents for cell in getattr(decorated, "__closure__", None) or ()]
+        if not (here := [each for each in cells if isinstance(each, torch.autocast)]):
+            break  # a script's own
+        found += here
         function = decorated.__wrapped__
         bound = types.MethodType(function, model) if isinstance(forward, types.MethodType) else function
         forward = getattr(function, "planned", bound)

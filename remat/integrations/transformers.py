@@ -16,6 +16,7 @@ Trainer does.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import weakref
@@ -115,8 +116,13 @@ class RematCallback(TrainerCallback):
         self._cache = None if cache is None else Path(cache)
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if isinstance(model := kwargs.get("model"), nn.Module):
+        model = kwargs.get("model")
+        self._require_settings(args, model)
+        if isinstance(model, nn.Module):
             remove_earlier_plans(model)
+
+    def _require_settings(self, args: TrainingArguments, model: Any) -> None:
+        """Raise UsageError, or PlanMismatch, for settings that do not go together."""
         if args.n_gpu > 1:
             raise UsageError(
                 f"the Trainer would spread each batch over {args.n_gpu} GPUs with nn.DataParallel, which copies models "
@@ -215,11 +221,12 @@ class RematCallback(TrainerCallback):
 def remove_earlier_plans(model: nn.Module) -> None:
     """Take the plans of earlier Trainers out of `model`: Trainers of TRL are about to put a forward of their own on it.
 
-    They stay where weights are on the host, which no copy for planning has.
+    They stay where weights are on the host, which no copy for planning has, and beneath what others have put on top.
     """
     for module in model.modules() if weights_on_host(model) is None else ():
         if isinstance(forward_under_plan(module), PlannedForward):
-            remove(module)
+            with contextlib.suppress(UsageError):
+                remove(module)
 
 
 def compiled_options(budget: Any, on_larger: OnLarger, options: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from remat.planning.portfolio import BestPlan, fastest
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import FormChoice, Numerics, PlanRequest, RequestKeywords
 from remat.planning.search import OnReplay
-from remat.planning.shorter import require_lengths, with_shorter
+from remat.planning.shorter import require_lengths, whole_lengths, with_shorter
 from remat.planning.study import Study
 from remat.recording.fake_step import FakeStep
 from remat.reservation.fragmentation import assumed_settings
@@ -132,6 +132,7 @@ def plan(
     place = find_planning_device(target, costs)
     if batch_size is not None:
         workload = workload.sized(batch_size)
+    lengths = whole_lengths(lengths)
     require_lengths(lengths, workload.seq_len, request)
     study = studied(workload, request, place, loop, on_progress=on_progress)
     made = plan_study(study)

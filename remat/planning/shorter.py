@@ -21,7 +21,7 @@ from remat.planning.request import PlanRequest
 from remat.planning.study import Study
 
 
-def whole_lengths(lengths: Sequence[int]) -> list[int]:
+def whole_lengths(lengths: Iterable[int]) -> list[int]:
     """Return the given lengths. Raises UsageError unless they are whole numbers."""
     takes = "a list of whole numbers of tokens"
     require_argument("lengths", lengths, Iterable, takes)
@@ -33,7 +33,7 @@ def whole_lengths(lengths: Sequence[int]) -> list[int]:
 
 def require_lengths(lengths: Sequence[int], longest: int | None, request: PlanRequest) -> None:
     """Raise UsageError unless `lengths` are shorter than the `longest`, and the request allows several plans."""
-    if not whole_lengths(lengths):
+    if not lengths:
         return
     if longest is None:
         raise UsageError("the model has no sequence length, so it has no shorter ones: leave `lengths` out.")

@@ -498,7 +498,8 @@ class FakeStep:
                 f"`batch` of {self.workload.name!r} fails on fake tensors: {describe(error, line_of(error))}."
                 + " Its shapes and dtypes are all that counts: make it with torch.zeros or torch.randint." * reads
             ) from error
-        if (tensors := tensors_of(batch)) and not any(tensor.numel() for tensor in tensors):
+        tensors = tensors_of(batch)
+        if any(tensor.ndim > 1 for tensor in tensors) and not any(tensor.numel() for tensor in tensors):
             raise CaptureError(
                 f"`batch` of {self.workload.name!r} gives tensors without elements for a batch size of "
                 f"{self.workload.batch_size}: make as many rows as it is asked for."

@@ -349,8 +349,12 @@ class PlannedGraphs(PlannedForward):
         less_open  graph calls with open sizes or numbers, as which the forward cannot be traced
         """
         key = self.forwards.traced_with(now), self._surroundings.now()
-        if key in self._graphs and less_open is None:
-            return self._graphs[key]
+        known, may_break = self._graphs.get(key), less_open is not None and less_open.may_break
+        if known is not None and less_open is None:
+            # A forward that breaks for given sizes too is not traced for each: it may break with open ones.
+            may_break = known.has_broken and not (known.opens_any or known.may_break)
+            if not may_break:
+                return known
         if key not in self._graphs:
             if len(self._graphs) >= MANY_SURROUNDINGS * len(self.forwards.planned):
                 self._start_over()
@@ -368,6 +372,7 @@ class PlannedGraphs(PlannedForward):
             change=None if form_of(self.plan.about) == CAPTURED_FORM else self._formed,
             under=at.path,
             opens_numbers=self._early.carries_numbers and (less_open is None or less_open.opens_sizes),
+            may_break=may_break,
         )
         return self._graphs[key]
 
