@@ -118,9 +118,15 @@ def accelerator(**options: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def forgotten_accelerators() -> Iterator[None]:
+    """Tests of other files leave a precision too."""
+
+    def forget() -> None:
+        if "accelerate" in sys.modules:
+            sys.modules["accelerate"].state.AcceleratorState._reset_state(True)
+
+    forget()
     yield
-    if "accelerate" in sys.modules:
-        sys.modules["accelerate"].state.AcceleratorState._reset_state(True)
+    forget()
 
 
 @pytest.mark.any_device

@@ -55,7 +55,7 @@ def _rebound(function: Any, twins: Mapping[int, Any]) -> Any:
         if isinstance(value, types.MethodType):
             return types.MethodType(_rebound(value.__func__, twins), twins.get(id(value.__self__), value.__self__))
         if type(value).__name__ == DECORATOR:
-            made = copy.copy(value)
+            made = object.__new__(type(value))  # it refuses to be copied
             vars(made).update({name: moved(part) for name, part in vars(value).items()})
             return made
         return twins.get(id(value), value) if isinstance(value, nn.Module) else _rebound(value, twins)

@@ -175,7 +175,7 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         if not search.fits_by_default():
             default, known = search.default_bytes
             needed = f"{'' if known else 'more than '}{gib(beside + default)}"
-            _tell(f"planning a compiled step within {gib(self.budget_bytes)}; by default it needs {needed}")
+            _tell(f"planning a compiled step within {gib(self.budget_bytes)}; PyTorch's own choice needs {needed}")
         found = search.run()
         if found is None:
             raise self._nothing_found(beside, min(search.lowered.values(), key=search.needs), search)

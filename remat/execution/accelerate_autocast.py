@@ -45,6 +45,11 @@ def name_of(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
+def is_under_autocast(model: nn.Module) -> bool:
+    """Return whether accelerate's autocast is around the forward of `model`."""
+    return bool(_peeled(model.__dict__.get("forward"), model)[0])
+
+
 def take_off(model: nn.Module) -> list[torch.autocast]:
     """Remove accelerate's autocasts from `model`, in place, and its note; return them, the outermost first."""
     around, forward = _peeled(model.__dict__.get("forward"), model)

@@ -9,7 +9,7 @@ from torch import nn
 
 from remat.errors import UsageError
 from remat.evaluation.plan import Plan
-from remat.execution.accelerate_autocast import beneath_autocast
+from remat.execution.accelerate_autocast import beneath_autocast, is_under_autocast
 from remat.execution.eager.rewrite import Counts
 from remat.execution.executions import executor
 from remat.execution.planned_forward import PlannedForward
@@ -60,7 +60,7 @@ def apply(
             "the plan is for the model and the step that computes its loss: `step = remat.planned_step(step, plan)`, "
             "and then `loss = step(model, batch)`."
         )
-    if "_original_forward" in vars(model):
+    if is_under_autocast(model):
         raise UsageError(
             "accelerate has wrapped the forward of this model (`accelerator.prepare`, for mixed precision): apply the "
             "plan before it is prepared."
