@@ -1003,6 +1003,10 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
         "choose what a compiled forward saves",
         lambda: inductor.compiling_with(None, dict).__enter__(),
     ),
+    "_functorch.config.force_non_lazy_backward_lowering": (
+        "choose what a compiled forward saves",
+        lambda: inductor.compiling_with(None, dict).__enter__(),
+    ),
     "_functorch.aot_autograd.aot_export_joint_simple": (
         "fuse groups of nodes",
         lambda: inductor.joint_of(lambda x: (x,), ()),

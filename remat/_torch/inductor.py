@@ -73,6 +73,7 @@ def compiling_with(
     purpose = "choose what a compiled forward saves"
     compiler, config = internal("_inductor.compile_fx", purpose), internal("_inductor.config", purpose)
     internal("_inductor.compile_fx.select_decomp_table", purpose)
+    internal("_functorch.config.force_non_lazy_backward_lowering", purpose)
     keeps = config.allow_buffer_reuse if keeps_buffers is None else keeps_buffers
     with (
         internal("_functorch.config", purpose).patch(
