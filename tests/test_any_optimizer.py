@@ -191,7 +191,7 @@ def several(parameters: Parameters) -> Any:
         pytest.param(several, 4 * (2048 + 80 + 1024 + 64), "SGD and SGD", id="lists-and-a-scheduler"),
         pytest.param(lambda p: {"optimizer": torch.optim.AdamW(p)}, 2 * BYTES + COUNTERS, "AdamW", id="dictionary"),
         pytest.param(Around, 2 * BYTES, "Around", id="around-another"),
-        pytest.param(lambda p: None, 0, None, id="none"),
+        pytest.param(None, 0, None, id="none"),
     ],
 )
 def test_all_that_is_kept_is_counted_and_the_peak_is_as_predicted(optimizer: Any, state: int, name: str | None) -> None:
