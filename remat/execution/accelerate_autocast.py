@@ -31,6 +31,8 @@ def autocast_put_by(accelerator: Any) -> torch.dtype | None:
 
     Its `mixed_precision` does not say so: on a CPU, "fp16" brings no autocast.
     """
+    if not accelerator.native_amp:
+        return None
     from accelerate.utils import get_mixed_precision_context_manager
 
     return _dtype(get_mixed_precision_context_manager(accelerator.native_amp, accelerator.autocast_handler))
