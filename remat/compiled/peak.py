@@ -75,7 +75,7 @@ def halves(
     redraws        seeds with which it would, in the code of similar halves; each one known saves a compilation
     may_fit        whether the bytes are such that the draws matter
 
-    Raises RematError where this torch's generated code is not known.
+    Raises RematError where this torch's generated code is not known, and UsageError where bytes depend on data.
     """
     with without_kernels() as loaded:
         first, strides = compiled_forward(forward, results)

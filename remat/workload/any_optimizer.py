@@ -54,8 +54,8 @@ class AnyOptimizer:
         """Make the optimizer by `make`, if it is not None. Raises UsageError if that gives none."""
         if make is None:
             return cls(None, parameters)
-        made = make(parameters)
-        _require_optimizer(made)
+        if (made := make(parameters)) is None:
+            _require_optimizer(made)
         return cls(made, parameters)
 
     def _refuse_lbfgs(self, optimizer: torch.optim.LBFGS) -> None:
