@@ -22,18 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from remat.capture import model_state
 from remat.capture.code_names import globals_in
 from remat.capture.copies import copied
-from remat.capture.model_state import (
-    GROWN,
-    NUMBER,
-    OTHER,
-    TENSOR,
-    AppendedLists,
-    ModelState,
-    Numbers,
-    SharedState,
-    StateLost,
-)
-from remat.capture.model_state import generators_kept as kept
+from remat.capture.generators import generators_kept as kept
+from remat.capture.holders import GROWN, NUMBER, OTHER, TENSOR, StateLost
+from remat.capture.kept_tensors import KeptTensor
+from remat.capture.model_state import AppendedLists, ModelState, Numbers, SharedState
 from remat.host.weights import _load
 
 COUNT: dict[str, Any] = {"calls": 0}
@@ -243,14 +235,14 @@ def test_what_cannot_be_put_back_keeps_nothing_else_from_it(monkeypatch: pytest.
     model.steps = 1
     with torch.no_grad():
         model.plain.add_(1)
-    put_back = model_state._KeptTensor.put_back
+    put_back = KeptTensor.put_back
 
     def fail(kept: Any) -> None:
         if kept.name == "plain":
             raise RuntimeError("no kernel for this")
         put_back(kept)
 
-    monkeypatch.setattr(model_state._KeptTensor, "put_back", fail)
+    monkeypatch.setattr(KeptTensor, "put_back", fail)
     with pytest.raises(StateLost, match=r"`plain` of the model cannot be put back .* no kernel for this"):
         state.put_back()
     assert model.steps == 0 and torch.rand(1).item() == drawn

@@ -53,10 +53,11 @@ from remat.capture.dynamic_shapes import has_sizes, move_sizes_first
 from remat.capture.eager_answers import Answers, Capture, answering, captured_elsewhere
 from remat.capture.eager_tensors import eager_tensors
 from remat.capture.elsewhere import CaptureDevice
+from remat.capture.generators import generators_kept
 from remat.capture.grouped_products import grouped_products
 from remat.capture.higher_order_ops import open_nodes
 from remat.capture.kernels_on_fakes import kernels_on_fakes
-from remat.capture.model_state import ModelState, SharedState, generators_kept
+from remat.capture.model_state import ModelState, SharedState
 from remat.capture.opaque_functions import opaque
 from remat.capture.open_numbers import open_numbers
 from remat.errors import CaptureError, RematError

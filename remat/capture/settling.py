@@ -27,7 +27,8 @@ from torch import nn
 from remat._torch.dynamo import graph_breaks
 from remat.capture.anchors import Signature
 from remat.capture.eager_answers import Answers
-from remat.capture.model_state import NUMBER, ModelState
+from remat.capture.holders import NUMBER
+from remat.capture.model_state import ModelState
 from remat.capture.opaque_functions import changing_functions, functions_behind
 from remat.errors import CaptureError, RematError
 from remat.units import first_few

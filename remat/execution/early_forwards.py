@@ -23,7 +23,9 @@ import torch
 from torch import fx, nn
 
 from remat.capture.anchors import graph_key
-from remat.capture.model_state import GROWN, AppendedLists, ModelState, are_bitwise_equal
+from remat.capture.holders import GROWN
+from remat.capture.kept_tensors import are_bitwise_equal
+from remat.capture.model_state import AppendedLists, ModelState
 from remat.capture.settling import listed
 from remat.errors import CaptureError
 from remat.evaluation.plan import Plan

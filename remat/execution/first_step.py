@@ -34,7 +34,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from remat._torch.recording import unwrapped
 from remat._torch.training import clear_cublas_workspaces, fakes_are_on, is_wrapper, without_modes
 from remat.capture.dynamo import without_cache
-from remat.capture.model_state import ModelState, StateLost
+from remat.capture.holders import StateLost
+from remat.capture.model_state import ModelState
 from remat.capture.trl_head import selects_rows
 from remat.capture.written_parameters import WrittenParameters
 from remat.chunking.chunked_loss import Watch

@@ -43,7 +43,7 @@ from remat._torch.training import UnseenMode, fakes_are_on, without_modes
 from remat.capture import trl_head
 from remat.capture.beside_parameters import HOLDERS, carry_over, tensors_beside
 from remat.capture.copies import copied
-from remat.capture.model_state import generators_kept
+from remat.capture.generators import generators_kept
 from remat.errors import UsageError
 from remat.execution.accelerate_autocast import autocast_of, take_off
 from remat.execution.model_as_planned import checkpoints_itself

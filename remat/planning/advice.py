@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from remat.capture.model_state import generators_kept
+from remat.capture.generators import generators_kept
 from remat.costing.costs import Costs, estimated_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice
 from remat.evaluation.breakdown import HEAD, codes_of_storages

@@ -15,7 +15,7 @@ import dataclasses
 import os
 from typing import Any
 
-from remat.capture.model_state import generators_kept
+from remat.capture.generators import generators_kept
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Unpack
 
-from remat.capture.model_state import generators_kept
+from remat.capture.generators import generators_kept
 from remat.costing.planning_device import find_planning_device
 from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.plan import Plan, Prediction, Proof, Region

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from remat.capture.model_state import generators_kept
+from remat.capture.generators import generators_kept
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.evaluation import breakdown

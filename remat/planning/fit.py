@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar, Unpack
 
-from remat.capture.model_state import generators_kept
+from remat.capture.generators import generators_kept
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.evaluation.plan import Plan

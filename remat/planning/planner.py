@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Unpack
 
-from remat.capture.model_state import generators_kept
+from remat.capture.generators import generators_kept
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, UsageError

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from remat.capture.elsewhere import CaptureDevice
-from remat.capture.model_state import generators_kept
+from remat.capture.generators import generators_kept
 from remat.costing.costs import Costs, assumptions, estimated_costs, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Unpack
 
 import numpy as np
 
-from remat.capture.model_state import generators_kept
+from remat.capture.generators import generators_kept
 from remat.costing.planning_device import find_planning_device
 from remat.errors import Infeasible, NoPlanInTime, RematError
 from remat.evaluation.form import CAPTURED_FORM, Form

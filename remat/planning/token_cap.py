@@ -22,7 +22,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Unpack
 
-from remat.capture.model_state import generators_kept
+from remat.capture.generators import generators_kept
 from remat.costing.planning_device import find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, RematError, UsageError

@@ -25,8 +25,9 @@ from remat.capture.dynamo import fake_model, named_tensors, without_cache
 from remat.capture.eager_answers import Answers
 from remat.capture.elsewhere import CaptureDevice
 from remat.capture.grouped_products import grouped_products
+from remat.capture.holders import GROWN
 from remat.capture.kernels_on_fakes import kernels_on_fakes
-from remat.capture.model_state import GROWN, AppendedLists, ModelState, Numbers
+from remat.capture.model_state import AppendedLists, ModelState, Numbers
 from remat.capture.opaque_functions import known_functions
 from remat.capture.settling import EarlyObservations, settle
 from remat.chunking.chunk import CHUNKED, HEAD

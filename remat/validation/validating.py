@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from remat.capture.model_state import generators_kept
+from remat.capture.generators import generators_kept
 from remat.costing.costs import Costs, estimated_costs, with_library_workspaces
 from remat.costing.host_memory import free_host_bytes
 from remat.costing.operator_timing import device_target, time_operators
