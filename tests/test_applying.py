@@ -801,8 +801,8 @@ def test_evaluator_and_executor_count_the_same_recomputed_nodes(name: str) -> No
     memory = Memory(graph)
     for choice, regions in assorted(graph).items():
         calls = RewrittenCalls(to_refs(graph, regions), observe=True)
-        fake.execute_call = calls
-        fake.execute(Tracker(), lambda: None, lambda: None)
+        with fake.executing(calls):
+            fake.execute(Tracker(), lambda: None, lambda: None)
         assert calls.counts.recomputed_nodes == memory.recomputed_nodes(regions), choice
 
 

@@ -225,7 +225,7 @@ def captured(loss: Callable[..., torch.Tensor], model: type[Language] = Language
     """The graph of the model with `loss`, traced on fake tensors."""
     fake = FakeStep(dataclasses.replace(LANGUAGE, build=functools.partial(model, loss)), device=CPU)
     fake.warm_up()
-    ((_, graph_module),) = fake._captured.values()
+    ((_, graph_module),) = fake.graphs.distinct
     return graph_module
 
 
@@ -303,7 +303,7 @@ class Ungraded(Language):
 def test_logits_without_gradient_are_left_whole() -> None:
     fake = FakeStep(dataclasses.replace(LANGUAGE, build=functools.partial(Ungraded, plain)), device=CPU)
     fake.warm_up()
-    assert list(fake.heads) == []
+    assert list(fake.graphs.heads) == []
 
 
 def test_a_graph_without_such_a_head_is_left_as_it_is() -> None:

@@ -66,7 +66,7 @@ def captured(function: Callable[[Tensor], Tensor], target: str, autocast: torch.
     """The one graph of a forward, as it is captured for a target."""
     step = fake_step(workload(function, autocast), find_planning_device(target))
     step.warm_up()
-    (graph_module,) = (module for _, module in step._captured.values())
+    (graph_module,) = (module for _, module in step.graphs.distinct)
     return graph_module
 
 

@@ -137,8 +137,7 @@ def test_graphs_of_a_traced_function_are_not_compiled_with_every_copy(monkeypatc
         graphs.append(graph_module)
         return graph_module(*args)
 
-    step.execute_call = execute
-    with step.mode:
+    with step.executing(execute), step.mode:
         step.forward()
     assert [node.name.startswith("autograd_function_apply") for node in graphs[0].graph.nodes].count(True) == 3
     compiled: list[fx.GraphModule] = []

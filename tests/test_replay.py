@@ -170,8 +170,8 @@ def walked(model: str, target: str) -> Walk:
     tracker = Tracker(place_.target.alignment_bytes)
     step.fix_state(tracker)
     walk = Walk(tracker)
-    step.execute_call = lambda call, graph_module, args: _under(walk, functools.partial(graph_module, *args))
-    step.execute(tracker, lambda: None, lambda: None)
+    with step.executing(lambda call, graph_module, args: _under(walk, functools.partial(graph_module, *args))):
+        step.execute(tracker, lambda: None, lambda: None)
     return walk
 
 

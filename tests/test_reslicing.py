@@ -76,7 +76,7 @@ def stated(graph: Graph) -> dict[str, Any]:
 
 
 def forms(step: FakeStep) -> list[Form]:
-    heads = [head for head, _ in step.heads]
+    heads = [head for head, _ in step.graphs.heads]
     assert heads
     return [Form(tuple(dataclasses.replace(head, slices=count) for head in heads)) for count in SLICES]
 

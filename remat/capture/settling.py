@@ -79,7 +79,7 @@ class EarlyObservations:
 class SteadyStep(Protocol):
     """A step whose model is to be settled.
 
-    calls   its captured forwards, under `calls.answers`      graphs  those that ran last
+    calls   its captured forwards, under `calls.answers`      signatures  of the graphs that ran last
     known_functions  names of those that are left whole from the first capture on
     """
 
@@ -90,7 +90,7 @@ class SteadyStep(Protocol):
     @property
     def model(self) -> nn.Module: ...
     @property
-    def graphs(self) -> tuple[Signature, ...]: ...
+    def signatures(self) -> tuple[Signature, ...]: ...
     def capture_anew(self, answers: Answers | None) -> None: ...
     def forward(self) -> Any: ...
     def state(self) -> ModelState: ...
@@ -162,13 +162,13 @@ def _steady(step: SteadyStep, run_again: Callable[[], None], answers: Answers | 
         found = _captured(step, answers)
         if found.failure is not None:
             return found
-        history.append(step.graphs)
+        history.append(step.signatures)
         settled, stays = _state_of(step.model) == tables, False
         while not stays:
             tables, before = _state_of(step.model), step.state()
             run_again()
             forwards += 1
-            history.append(step.graphs)
+            history.append(step.signatures)
             carried = before.changes(statistics=False)
             stays = history[-1] == history[-2] and _state_of(step.model) == tables
             settled = settled and stays

@@ -131,7 +131,7 @@ class StepForms:
     def _row_runs(self) -> list[tuple[int, RowRun]]:
         are_asked = self._slices and self._choice.most_row_slices > 1
         may_run = self._execution.runs_forms and self._step.loop.shard is None
-        return list(self._step.row_runs) if are_asked and may_run else []
+        return list(self._step.graphs.row_runs) if are_asked and may_run else []
 
     @functools.cached_property
     def _row_slices(self) -> int:
@@ -173,7 +173,7 @@ class StepForms:
         return self.of(self._cut(max((self._liger_slices(head) for head in self._heads), default=1)))
 
     def _liger_slices(self, head: Chunk) -> int:
-        rows, classes, width = self._step.shape_of(head)
+        rows, classes, width = self._step.graphs.shape_of(head)
         most = 1 << (math.ceil(rows / math.ceil(classes / width)) - 1).bit_length()
         return math.ceil(rows / most)
 
@@ -183,7 +183,7 @@ class StepForms:
             return True
         if slices not in self._alike:
             dtype, device = self._step.product_dtype, self._step.device
-            found = (round_alike(self._step.shape_of(head), slices, dtype, device) for head in self._heads)
+            found = (round_alike(self._step.graphs.shape_of(head), slices, dtype, device) for head in self._heads)
             self._alike[slices] = all(alike is not False for alike in found)
         return self._alike[slices]
 
@@ -192,7 +192,7 @@ class StepForms:
         """The losses large enough to chunk; none where chunks cannot keep their promise (`why_whole`)."""
         if not self._slices or why_whole(self._execution, self._step) is not None:
             return []
-        return [head for head, logits_bytes in self._step.heads if logits_bytes >= self._large_bytes]
+        return [head for head, logits_bytes in self._step.graphs.heads if logits_bytes >= self._large_bytes]
 
     @functools.cached_property
     def left_whole(self) -> list[str]:
@@ -200,8 +200,8 @@ class StepForms:
         if not self._slices:
             return []
         if (why := why_whole(self._execution, self._step)) is not None:
-            return [why] if any(size >= self._large_bytes for _, size in self._step.heads) else []
-        return [each.why for each in self._step.whole_losses if each.logits_bytes >= self._large_bytes]
+            return [why] if any(size >= self._large_bytes for _, size in self._step.graphs.heads) else []
+        return [each.why for each in self._step.graphs.whole_losses if each.logits_bytes >= self._large_bytes]
 
     @functools.cached_property
     def _large_bytes(self) -> float:

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves
 
 from remat._torch.dynamo import tracebacks_unwritten
 from remat._torch.elsewhere import autocast_elsewhere
-from remat.capture.anchors import Signature, identity_of, module_path, signature_of
+from remat.capture.anchors import Signature
 from remat.capture.attention_masks import Masks, OnesSeen, eager_attention_masks, masks_of
 from remat.capture.beside_parameters import tensors_beside
 from remat.capture.circumstances import given_to
@@ -30,23 +29,16 @@ from remat.capture.kernels_on_fakes import kernels_on_fakes
 from remat.capture.model_state import AppendedLists, ModelState, Numbers
 from remat.capture.opaque_functions import known_functions
 from remat.capture.settling import EarlyObservations, settle
-from remat.chunking.chunk import CHUNKED, HEAD
-from remat.chunking.chunked_loss import ChunkedLoss
-from remat.chunking.heads import WholeLoss, find_heads, whole_losses
-from remat.chunking.rows import RowRun, find_row_runs
-from remat.errors import CaptureError, RematError, UsageError
-from remat.evaluation.form import CAPTURED_FORM, Chunk, Form, slices_in
+from remat.errors import CaptureError, RematError
+from remat.evaluation.form import CAPTURED_FORM, Form
 from remat.evaluation.forwards import Forward
 from remat.evaluation.graph import (
     OPTIMIZER_STATE,
     Parameter,
 )
-from remat.fusion.formed import formed
-from remat.host.copies import Copies
-from remat.host.optimizer_state import OffloadedState
-from remat.host.step_in_backward import StepInBackward, stepping_of
 from remat.host.weights import AT_ONCE, Layer, layers_of, spread
 from remat.recording.deferred import DeferredPasses, reaches_parameters, states_counted
+from remat.recording.finish import Finish
 from remat.recording.inner_nodes import InnerNodes
 from remat.recording.kept_here import KeptHere
 from remat.recording.known_values import KnownValues
@@ -55,12 +47,13 @@ from remat.recording.remedies import describe, line_of, not_a_loss
 from remat.recording.repeated_step import RepeatedStep
 from remat.recording.sequences import sequences_of_known_lengths
 from remat.recording.sources import Sources
+from remat.recording.step_graphs import StepGraphs
 from remat.recording.traced_forwards import ParametersSeen, TracedForwards, outermost_calls
 from remat.recording.tracked_copies import TrackedStateCopies
 from remat.recording.tracker import Tracker
 from remat.recording.trails import Trail, reads_of, said_of, trail_of
 from remat.recording.view_histories import ViewHistories
-from remat.workload.any_optimizer import AnyOptimizer, Closure
+from remat.workload.any_optimizer import AnyOptimizer
 from remat.workload.batches import tensors_of
 from remat.workload.held_outputs import HeldOutputs
 from remat.workload.reference import references_run_by
@@ -69,68 +62,9 @@ from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, trainable
 
 WRAPPED_NUMBER_BYTES = 16  # eight in forward, eight more while it is recomputed
-LARGEST_NORM = 1.0  # of gradients that are clipped; any number takes the same memory
-EMA_DECAY = 0.999  # likewise
 REPEATED_STEP = "optimizer's step"  # in `Graph.fixed_bytes`: held by an optimizer while it repeats the step
 LAYERS_ON_HOST = "layers_on_host"  # key of `Graph.about`
-
-
-class Finish:
-    """The part of a training step after backward: clipping, the optimizer, the running average, freeing gradients.
-
-    again      runs forward and backward once more, and returns the loss: for optimizers that ask for it
-    copies     copies the optimizer's state to the host and back; chosen for the device by default
-    averages   the running average's tensors, parameters first; none before the first step
-    offloaded  the optimizer's state, if the loop has it on the host
-    stepping   the optimizer's stepping in backward, if the loop asks for it
-    """
-
-    def __init__(
-        self,
-        loop: TrainingLoop,
-        model: nn.Module,
-        optimizer: AnyOptimizer,
-        again: Closure,
-        copies: Copies | None = None,
-    ):
-        self.loop, self.model, self.optimizer, self._again = loop, model, optimizer, again
-        self.averages: list[torch.Tensor] = []
-        self.offloaded: OffloadedState | None = None
-        if optimizer.steppers and loop.offload_optimizer:
-            self.offloaded = OffloadedState(optimizer.made, copies)
-        self.stepping: StepInBackward | None = stepping_of(optimizer.alone)
-        if self.stepping is not None and not loop.step_in_backward:
-            raise UsageError("the optimizer steps in backward: plan with `TrainingLoop(step_in_backward=True)`.")
-        if optimizer.steppers and loop.step_in_backward and self.stepping is None:
-            self.stepping = StepInBackward(optimizer.made)
-
-    @property
-    def state(self) -> list[Any]:
-        """The optimizer's state on the device."""
-        if self.offloaded is not None:
-            return self.offloaded.on_device()
-        return self.optimizer.state
-
-    def let_go(self) -> None:
-        """Remove the hooks of this optimizer, since another one takes over."""
-        if self.stepping is not None:
-            self.stepping.let_go()
-
-    def __call__(self) -> None:
-        if self.loop.clip_grad_norm:
-            nn.utils.clip_grad_norm_(trainable(self.model), LARGEST_NORM)
-        self.optimizer.step(self._again)
-        if self.loop.ema:
-            self._update_averages()
-        if not self.loop.accumulates:
-            self.model.zero_grad(set_to_none=True)
-
-    @torch.no_grad()
-    def _update_averages(self) -> None:
-        current = [p.detach() for p in self.model.parameters()]
-        if not self.averages:
-            self.averages = [tensor.clone() for tensor in (*current, *self.model.buffers())]
-        get_ema_multi_avg_fn(EMA_DECAY)(self.averages[: len(current)], current, 1)
+ExecuteCall = Callable[[int, fx.GraphModule, tuple[Any, ...]], Any]  # graph call, its graph, its arguments
 
 
 class FakeStep:
@@ -168,11 +102,7 @@ class FakeStep:
         self.device = device
         self.mode = FakeTensorMode()
         self.loop = loop or TrainingLoop()
-        self._prepare = prepare
-        self._captured: dict[int, tuple[int, fx.GraphModule]] = {}  # by id: the call that each was first, and itself
-        self._called: dict[int, fx.GraphModule] = {}  # by call
-        self._autocast_of: dict[int, torch.dtype | None] = {}  # by call
-        self._prepared: dict[tuple[int, torch.dtype | None, Form], fx.GraphModule] = {}
+        self.graphs = StepGraphs(prepare)
         self.form = CAPTURED_FORM
         self._recompute_context = recompute_context
         self._views = ViewHistories()
@@ -187,7 +117,7 @@ class FakeStep:
             )
         with self.mode, torch.device(device), self.known.of_batch(), (seen := OnesSeen()):
             self.batch = self._made_batch()
-        self.execute_call: Any = execute_plainly
+        self._execute: ExecuteCall = _execute_plainly
         self._beside_bytes = 0  # held by an optimizer while it repeats the step, beside its state
         self._begun: tuple[ParametersSeen, torch.Tensor] | None = None  # a forward that no backward has followed yet
         self._replaced = {"": ReplacedForward(self.model)}
@@ -214,22 +144,19 @@ class FakeStep:
     @property
     def product_dtype(self) -> torch.dtype:
         """In which the model multiplies matrices."""
-        dtypes = (self.workload.autocast, *self._autocast_of.values())
+        dtypes = (self.workload.autocast, *self.graphs.autocasts)
         return next(filter(None, dtypes), None) or next(
             p.dtype for p in self.model.parameters() if p.is_floating_point()
         )
 
     @property
     def computes_in_float16(self) -> bool:
-        autocast = (self.workload.autocast, *self._autocast_of.values())
+        autocast = (self.workload.autocast, *self.graphs.autocasts)
         return torch.float16 in (*autocast, *(p.dtype for p in self.model.parameters()))
 
     def capture_anew(self, answers: Answers | None) -> None:
         """Discard the captured graphs, and capture with `answers` from now on."""
-        self._captured.clear()
-        self._called.clear()
-        self._autocast_of.clear()
-        self._prepared.clear()  # known by ids, which may be given again
+        self.graphs.clear()
         self._begun = None
         self._seen_calls: set[tuple[str, ...]] = set()
         if self.trails and answers is not None and not answers.are_those_of(self.calls.answers):
@@ -279,10 +206,9 @@ class FakeStep:
         self._settled = True
 
     @property
-    def graphs(self) -> tuple[Signature, ...]:
-        """The graph calls of the last step."""
-        calls = (forward.first + number for forward in self.calls.made for number in range(forward.calls))
-        return tuple(signature_of(self._called[call]) for call in calls)
+    def signatures(self) -> tuple[Signature, ...]:
+        """Those of the graph calls of the last step."""
+        return self.graphs.signatures(self.calls.made)
 
     def _begin_step(self, alignment_bytes: int) -> None:
         """Run the forward of a first step; `warm_up` continues the last one that settling ran."""
@@ -388,6 +314,15 @@ class FakeStep:
                 ) from error
 
     @contextlib.contextmanager
+    def executing(self, execute: ExecuteCall) -> Iterator[None]:
+        """Run captured graphs by `execute` while the context is open."""
+        before, self._execute = self._execute, execute
+        try:
+            yield
+        finally:
+            self._execute = before
+
+    @contextlib.contextmanager
     def in_form(self, form: Form) -> Iterator[None]:
         """Run the step in `form` while the context is open."""
         before, self.form = self.form, form
@@ -396,50 +331,10 @@ class FakeStep:
         finally:
             self.form = before
 
-    @property
-    def heads(self) -> Iterator[tuple[Chunk, int]]:
-        """The heads that may be chunked, each as one chunk, with the bytes of its logits; known after a step."""
-        for call, graph_module in self._captured.values():
-            for number, head in enumerate(find_heads(graph_module)):
-                if head.takes_contiguous_rows:
-                    yield Chunk(call, number, 1, module_path(head.linear)), head.logits_bytes
-
-    @property
-    def whole_losses(self) -> Iterator[WholeLoss]:
-        """Losses that are left whole, and why; known once the step has run."""
-        for _, graph_module in self._captured.values():
-            yield from whole_losses(graph_module)
-
-    @property
-    def row_runs(self) -> Iterator[tuple[int, RowRun]]:
-        """The runs of nodes that may be chunked by rows, each with its graph call; known after a step."""
-        for call, graph_module in self._captured.values():
-            for run in find_row_runs(graph_module):
-                yield call, run
-
-    def shape_of(self, head: Chunk) -> tuple[int, int, int]:
-        """Return (rows, classes, width) of a head."""
-        graph_module = next(module for call, module in self._captured.values() if call == head.call)
-        return find_heads(graph_module)[head.head].shape
-
-    def _ready(self, call: int) -> fx.GraphModule:
-        """Return a copy of a captured graph in the step's form, with the kernels of the device."""
-        graph_module, autocast = self._called[call], self._autocast_of[call]
-        first, _ = self._captured.setdefault(id(graph_module), (call, graph_module))
-        key = (id(graph_module), autocast, self.form)
-        if key not in self._prepared:
-            ready = formed(graph_module, self.form, first)
-            identity_of(ready)  # before kernels are put in
-            if self._prepare is not None:
-                self._prepare(ready, autocast)
-            self._prepared[key] = ready
-        return self._prepared[key]
-
     def _execute_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
-        self._called[call], self._autocast_of[call] = graph_module, autocast_dtype(self.device.type)
-        graph_module = self._ready(call)
+        self.graphs.note(call, graph_module, autocast_dtype(self.device.type))
         with self._call_context():
-            return self._views.renewed(self.execute_call(call, graph_module, args))
+            return self._views.renewed(self._execute(call, self.graphs.ready(call, self.form), args))
 
     @contextlib.contextmanager
     def _call_context(self) -> Iterator[None]:
@@ -448,23 +343,6 @@ class FakeStep:
         autocast = torch.autocast(self.device.type, enabled=False) if substituted else contextlib.nullcontext()
         with autocast, self._outside_paused(), self._views:
             yield
-
-    def chunked_loss(self, call: int, name: str) -> ChunkedLoss:
-        """Return the chunked loss of a node in the current form, with the kernels of the device.
-
-        A form with other slices that is prepared already is reused: a graph of thousands of nodes takes a second.
-        """
-        graph_module, alike = self._called[call], self.form.in_one_slice
-        prepared = (
-            known
-            for (which, autocast, form), known in self._prepared.items()
-            if (which, autocast, form.in_one_slice) == (id(graph_module), self._autocast_of[call], alike)
-        )
-        ready = next(prepared, None) or self._ready(call)
-        node = next(node for node in ready.graph.nodes if node.name == name)
-        first, _ = self._captured[id(graph_module)]
-        found: ChunkedLoss = node.meta[CHUNKED]
-        return dataclasses.replace(found, slices=slices_in(self.form.chunks, first)[node.meta[HEAD]])
 
     def run(self, function: Callable[..., Any], tracker: Tracker, args: Sequence[Any]) -> Any:
         """Run the forward of the function that a node calls, on `args`."""
@@ -672,7 +550,7 @@ class FakeStep:
     @property
     def forwards(self) -> tuple[Forward, ...]:
         """The forwards of the last step."""
-        graphs = [[self._called[f.first + i] for i in range(f.calls)] for f in self.calls.made]
+        graphs = list(map(self.graphs.of, self.calls.made))
         return tuple(
             dataclasses.replace(forward, like=graphs.index(graphs[number]))
             for number, forward in enumerate(self.calls.made)
@@ -813,5 +691,5 @@ def autocast_context(device: torch.device, dtype: torch.dtype | None) -> context
     return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
 
 
-def execute_plainly(call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
+def _execute_plainly(call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
     return graph_module.forward(*args)

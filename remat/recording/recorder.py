@@ -67,13 +67,7 @@ from remat.evaluation.graph import (
     forward_alone_bytes,
 )
 from remat.evaluation.identity import NodeId
-from remat.recording.fake_step import (
-    LAYERS_ON_HOST,
-    REPEATED_STEP,
-    WRAPPED_NUMBER_BYTES,
-    FakeStep,
-    execute_plainly,
-)
+from remat.recording.fake_step import LAYERS_ON_HOST, REPEATED_STEP, WRAPPED_NUMBER_BYTES, FakeStep
 from remat.recording.inner_nodes import AHEAD
 from remat.recording.known_values import KnownValues
 from remat.recording.remedies import describe
@@ -108,7 +102,6 @@ def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) ->
     fixed = step.fix_state(recorder)
     made = ("gradients", OPTIMIZER_STATE, REPEATED_STEP, "running average")  # by the first step itself
     before = sum(size for name, size in fixed.items() if name not in made)
-    step.execute_call = recorder.execute_call
     held: list[tuple[int, int]] = []
 
     def note(replace: Callable[[], None]) -> None:
@@ -116,10 +109,12 @@ def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) ->
         replace()
         held.append((before_bytes - first.alive_now, recorder.op_count))
 
-    step.held_outputs.replacing = note
-    with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
+    with (
+        step.executing(recorder.execute_call),
+        step.held_outputs.told(note),
+        torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
+    ):
         step.execute(recorder, recorder.after_forward, lambda: recorder.after_backward(step.model))
-    step.execute_call, step.held_outputs.replacing = execute_plainly, None
     lasting, replaced = recorder.state_of_the_step_before()
     if lasting:
         fixed[STATE] = lasting
@@ -187,7 +182,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "traced_branches": None if (answers := step.calls.answers) is None else answers.given_up,
         "opaque_functions": sorted(answers.opaque) if (answers := step.calls.answers) else [],
         "recording_models": recording_models(step.model),
-        **step.early.to_json(step.graphs),
+        **step.early.to_json(step.signatures),
         "own_checkpoints": step.calls.own_checkpoints,
         **({WITH_STEP: True} if isinstance(step.model, StepModule) else {}),
         **step.form.to_json(),

@@ -40,7 +40,7 @@ class HeadCall:
             given = [_fake_of(value, step.device) for value in self.given]
             recorder.fix(given)
             recorder.begin(self.call, self.name)
-            head = step.chunked_loss(self.call, self.name)
+            head = step.graphs.chunked_loss(self.call, self.name, step.form)
             with (
                 torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
                 recorder.running(head, given),

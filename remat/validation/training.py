@@ -27,7 +27,8 @@ from remat.costing.device_allocator import Measurement, allocation_events, measu
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, remove
 from remat.host.weights import bring_weights_back, offload_weights, weights_on_host
-from remat.recording.fake_step import Finish, autocast_context
+from remat.recording.fake_step import autocast_context
+from remat.recording.finish import Finish
 from remat.recording.tracker import Tracker
 from remat.workload.any_optimizer import AnyOptimizer
 from remat.workload.batches import on_device, tensors_of

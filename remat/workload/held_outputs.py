@@ -29,15 +29,12 @@ DEEPEST = 4  # containers within one another that are looked into
 
 
 class HeldOutputs:
-    """The outputs of each call of a model, held until the same call of the next step returns.
-
-    replacing  called with a function that frees the old outputs, in place of freeing them
-    """
+    """The outputs of each call of a model, held until the same call of the next step returns."""
 
     def __init__(self) -> None:
         self._outputs: list[Any] = []
         self._calls = 0
-        self.replacing: Callable[[Callable[[], None]], None] | None = None
+        self._replacing: Callable[[Callable[[], None]], None] | None = None
 
     @contextlib.contextmanager
     def catching(self, model: nn.Module) -> Iterator[None]:
@@ -48,6 +45,15 @@ class HeldOutputs:
             yield
         finally:
             handle.remove()
+
+    @contextlib.contextmanager
+    def told(self, replacing: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+        """Call `replacing` with a function that frees the old outputs, in place of freeing them."""
+        self._replacing = replacing
+        try:
+            yield
+        finally:
+            self._replacing = None
 
     def let_go(self) -> None:
         self._outputs.clear()
@@ -61,10 +67,10 @@ class HeldOutputs:
         def replace() -> None:
             self._outputs[call] = outputs
 
-        if self.replacing is None:
+        if self._replacing is None:
             replace()
         else:
-            self.replacing(replace)
+            self._replacing(replace)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,13 +31,8 @@ def replay(
     workspace_of  workspaces by operator and signature, see `Profile.workspace_of`
     """
     tracker = Tracker(alignment_bytes)
-    execute_call, step.execute_call = (
-        step.execute_call,
-        RewrittenCalls(
-            regions, recompute_context=step.recompute_context, offloads=offloads, copies=TrackedCopies(tracker)
-        ),
+    calls = RewrittenCalls(
+        regions, recompute_context=step.recompute_context, offloads=offloads, copies=TrackedCopies(tracker)
     )
-    try:
+    with step.executing(calls):
         return track(step, tracker).alive(workspace_of)
-    finally:
-        step.execute_call = execute_call
