@@ -29,9 +29,11 @@ from torch.utils._pytree import tree_map_only
 import remat
 from benchmarks import report
 from remat._torch.inductor import chosen_decompositions, compiling_with, inductor_with
+from remat.compiled.lowered_cuts import RATIOS
 from remat.compiled.outside import Outside
-from remat.compiled.partitioner import RATIOS, BudgetPartitioner, Cut, Search
+from remat.compiled.partitioner import BudgetPartitioner, Cut
 from remat.compiled.promise import CompiledStep
+from remat.compiled.search import Search
 from remat.costing.device_allocator import measure_peak, time_once_us
 from remat.models import bert, convnext, gpt2, llama, resnet, swin, t5, vit
 from remat.recording.fake_step import autocast_context

@@ -31,14 +31,15 @@ from remat._torch.training import clear_cublas_workspaces
 from remat.chunking.heads import find_heads
 from remat.chunking.withheld import LogitsWithheld
 from remat.compiled import joint as joint_module
-from remat.compiled import partitioner, peak
+from remat.compiled import lowered_cuts, peak
 from remat.compiled.asked import CompileArguments
 from remat.compiled.joint import Joint, Value, joint_of, late_sums
 from remat.compiled.losses import in_chunks
 from remat.compiled.outside import Outside, outside_of
-from remat.compiled.partitioner import BudgetPartitioner, Cut, Search
+from remat.compiled.partitioner import BudgetPartitioner, Cut
 from remat.compiled.peak import Halves, by_call
 from remat.compiled.program import Choice, CompiledBytes, Solved, judged, solve
+from remat.compiled.search import Search
 from remat.costing.device_allocator import measure_peak
 from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.evaluation.graph import OpKind
@@ -746,7 +747,7 @@ def test_the_table_has_calls_in_the_order_of_the_code() -> None:
         weights_first = sorted(calls, key=calls.__getitem__)
         as_traced = sorted(calls, key=[node.name for node in search.gm.graph.nodes].index)
         for order in (as_traced, weights_first, as_traced):
-            search._follow(dataclasses.replace(code, calls=dict.fromkeys(order, 0)))
+            search.follow(dataclasses.replace(code, calls=dict.fromkeys(order, 0)))
             seen.append((order, sorted(search.joint.calls, key=search.joint.calls.__getitem__)))
 
     look(MLP, batch(), follow)
@@ -786,13 +787,13 @@ class Misled(Search):
     def _free_at_once(self) -> bool:
         return False
 
-    def _keep_sums_apart(self) -> bool:
+    def keep_sums_apart(self) -> bool:
         return False
 
-    def _follow(self, lowered: Halves) -> None:
+    def follow(self, lowered: Halves) -> None:
         pass
 
-    def _save_unread(self, ways: Mapping[str, bool]) -> None:
+    def save_unread(self, ways: Mapping[str, bool]) -> None:
         pass
 
     def _more(self, choice: Choice) -> CompiledBytes:
@@ -862,8 +863,8 @@ def searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[s
         return lambda *args, **options: done.append(name) or of(*args, **options)  # type: ignore[func-returns-value]
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(partitioner, "halves", noting("lowered", partitioner.halves))
-    monkeypatch.setattr(partitioner, "solve", noting("solved", partitioner.solve))
+    monkeypatch.setattr(lowered_cuts, "halves", noting("lowered", lowered_cuts.halves))
+    monkeypatch.setattr(lowered_cuts, "solve", noting("solved", lowered_cuts.solve))
     with functorch_config.patch(enable_autograd_cache=True):
         yield done
 
@@ -973,7 +974,7 @@ def test_halves_that_did_not_fit_when_they_were_kept_are_made_to_draw_alike(monk
         found = Halves(10, 0, 10, {})
         return dataclasses.replace(found, agrees=may_fit(found))
 
-    monkeypatch.setattr(partitioner, "halves", made)
+    monkeypatch.setattr(lowered_cuts, "halves", made)
     kept, choice = Kept(), judged(CHAIN, "a")
     for most, fits in ((5, False), (20, True), (5, False)):
         search: Any = Search.__new__(Search)
@@ -987,8 +988,8 @@ def test_halves_that_did_not_fit_when_they_were_kept_are_made_to_draw_alike(monk
 def test_calls_are_out_of_order_where_a_later_stage_ran_before() -> None:
     joint = dataclasses.replace(CHAIN, calls={f"c{stage}": stage for stage in range(1, 6)})
     calls = {f"c{stage}": 0 for stage in (5, 1, 2, 3, 4)}
-    assert partitioner._disorder(joint, Halves(0, 0, 0, calls)) == 4
-    assert partitioner._disorder(joint, Halves(0, 0, 0, dict(sorted(calls.items())))) == 0
+    assert lowered_cuts._disorder(joint, Halves(0, 0, 0, calls)) == 4
+    assert lowered_cuts._disorder(joint, Halves(0, 0, 0, dict(sorted(calls.items())))) == 0
 
 
 @pytest.mark.parametrize(
@@ -1161,12 +1162,12 @@ def test_where_kernels_draw_in_two_ways_uniform_numbers_alone_are_drawn_again(
 
     def note(search: Search) -> None:
         found.append(drawn(search))
-        search._save_unread({})  # what no kernel of the forward is seen to draw is saved
+        search.save_unread({})  # what no kernel of the forward is seen to draw is saved
         found.append(drawn(search))
 
     found: list[set[bool]] = []
     monkeypatch.setattr(joint_module, "draws_alike", lambda device: False)
-    monkeypatch.setattr(partitioner, "draws_alike", lambda device: False)
+    monkeypatch.setattr(lowered_cuts, "draws_alike", lambda device: False)
     look(make, batch(16, 64 if make is Noisy else 16), note)
     assert found == [{again}, {False}]
 

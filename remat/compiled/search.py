@@ -1,0 +1,222 @@
+"""The search for the cheapest cut of a joint graph whose compiled code keeps the budget.
+
+1. PyTorch's own choice is lowered. Where it fits, it is kept. On a GPU, code that would exceed frees its buffers at
+   once, here and in what follows.
+2. Otherwise sums that would wait for their readers get kernels of their own, and the program is solved. Its table is
+   corrected, stage by stage, by the bytes that the lowered code of a choice needs. Its answer is lowered. Where that
+   code exceeds the budget, the missing bytes of its highest stage (of every stage, where code frees at once) are
+   counted to the values that the answer makes again there. Where the program has no answer, the choice that needs
+   least, and PyTorch's at every ratio of its memory budget, are lowered instead; where the former needs what the table
+   says, no others are. After `ROUNDS` of this at most, the cheapest that really fits is handed out.
+3. Where the first `MISSES` choices exceed, and the last comes no nearer, the default's table is solved for lower limits
+   than asked, if it has an answer at all. Where these exceed too, PyTorch's choices at every ratio are lowered until
+   one fits, but for those that need more by the table than what was seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from remat.compiled.lowered_cuts import NO_LIMIT, LoweredCuts
+from remat.compiled.program import Choice, CompiledBytes, Solved
+
+ROUNDS = 6
+MISSES = 3
+HALVINGS = 6
+NEAR = 0.01  # of what a graph may need: limits that are not told apart
+EQUAL_SHARE = 0.002  # of what a graph may need: where table and code differ by less, the table's answer is the last
+LEAST_SAVING = 0.005  # of the price: an answer that saves less is not lowered
+
+
+class Search(LoweredCuts):
+    """The search among the cuts of one joint graph.
+
+    tried       the choices that were lowered to be handed out
+    has_answer  whether the default's table has a choice that keeps the budget
+    on_try      is given the bytes of what was tried last
+    """
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.tried: list[Choice] = []
+        self.has_answer = False
+        self.on_try: Callable[[int], None] = lambda needs: None
+
+    def note(self, choice: Choice, needs: int) -> None:
+        if choice in self.tried:
+            self.on_try(needs)
+
+    def run(self) -> tuple[Choice, float | None] | None:
+        """Search, and return (the cheapest choice that fits, the bound); None where none was found.
+
+        The bound is for a table that is corrected by the code of one choice: of PyTorch's own, or of one that fits.
+        """
+        if self.fits_by_default() or (self.keep_sums_apart() and self.fits_by_default()):
+            return self.default, None
+        self.follow(self.lower(self.default))
+        self.save_unread(self.lower(self.default).ways)
+        first = self._more(self.default)
+        bound = self._learn(first)
+        if self._cheapest() is None:
+            self._tighten(first)
+        if (best := self._cheapest()) is None:
+            return None
+        if bound is None:
+            bound = self.solve(self.most_bytes, self._more(best), best).bound_us
+        return best, bound if math.isfinite(bound) else 0.0  # the code needs less than its table
+
+    def _learn(self, more: CompiledBytes) -> float | None:
+        """Lower the program's answers, and correct its table by the code of each.
+
+        Returns the last bound; None where the table was corrected by the code of several choices.
+        """
+        last, is_of_one, bound = self.default, True, 0.0
+        for number in range(ROUNDS):
+            solved = self.solve(self.most_bytes, more, last)
+            self.has_answer |= number == 0 and solved.choice is not None
+            bound = solved.bound_us
+            if (found := self._next(self._answers(solved, more), more)) is None:
+                break
+            last = found
+            self.tried.append(last)
+            is_as_said = abs(more.peak_bytes(last) - self.needs(self.lower(last))) <= EQUAL_SHARE * self.most_bytes
+            if not self.fits(last):
+                if is_as_said and solved.choice is None:  # the least that any choice needs
+                    break
+                if (lowered := self.lower(last)).redrawn is None:
+                    self.save_unread(lowered.ways)
+                more, is_of_one = self._corrected(more, last), False
+                needed = [self.needs(self.lower(each)) for each in self.tried]
+                if len(needed) >= MISSES and self._cheapest() is None and needed[-1] >= min(needed[:-1]):
+                    break
+            elif is_as_said:
+                break
+            else:  # what was learned of other choices stays
+                more, is_of_one = dataclasses.replace(self._more(last), making=more.making), not more.making
+        else:
+            is_of_one = False
+        return bound if is_of_one else None
+
+    def _tighten(self, more: CompiledBytes) -> None:
+        """Solve a table for lower limits than asked, whose answers need more bytes than it says.
+
+        First for as much less as an answer exceeds, then halfway between a limit that is met and one that is not.
+        """
+        low, high, last = 0, self.most_bytes, self.default
+        limit = high - min((self.needs(self.lower(each)) - high for each in self.tried), default=0)
+        for _ in range(HALVINGS if self.has_answer else 0):
+            solved = self.solve(limit, more, last)
+            if solved.choice is not None:
+                last = solved.choice
+                self.tried.append(last)
+            if solved.choice is None or self.fits(last):
+                low = limit
+            else:
+                high = limit
+            if high - low <= NEAR * self.most_bytes:
+                break
+            limit = (low + high) // 2
+        if self._cheapest() is None and (least := self._least(more)) is not None:
+            self.tried.append(least)
+        if self._cheapest() is None:  # tables are off by less than what tells the choices of most ratios apart
+            seen = min((self.needs(self.lower(each)) for each in self.tried), default=NO_LIMIT)
+            may_fit = (each for each in self.portfolio if each.kept_bytes <= self.most_bytes)
+            hopeful = {each.saved: each for each in may_fit if more.peak_bytes(each) < seen}
+            for choice in sorted(hopeful.values(), key=more.peak_bytes):
+                self.tried.append(choice)
+                if self.fits(choice):
+                    break
+
+    def _answers(self, solved: Solved, more: CompiledBytes) -> list[Choice]:
+        """List the choices that may be lowered next: the program's, or while nothing fits those that need least."""
+        if solved.choice is not None:
+            return [solved.choice]
+        if self._cheapest() is not None:
+            return []
+        return [*([least] if (least := self._least(more)) else []), *self.portfolio]
+
+    def _least(self, more: CompiledBytes) -> Choice | None:
+        """Return the choice that needs least by the table."""
+        return self.solve(NO_LIMIT, more, self.default, least=True).choice
+
+    def _more(self, choice: Choice) -> CompiledBytes:
+        """Return the bytes that compiled code needs beside the table's: by stage, but no more than overall.
+
+        A stage may need more because of what this choice saves, and another would not; and code that has room lets
+        buffers wait for others of their size.
+        """
+        seen, by_stage = self.lower(choice), self._by_stage(choice)
+        overall = max(by_stage.values(), default=0) - max(choice.alive_bytes, default=0)
+        found, backward = overall, list[int]()
+        for stage, alive in reversed(list(enumerate(choice.alive_bytes))):
+            if stage in by_stage:
+                found = min(by_stage[stage] - alive, overall)
+            backward.insert(0, found)
+        forward = (self.uses - 1) * seen.kept + seen.forward - choice.kept_bytes
+        more = CompiledBytes(forward, tuple(backward))
+        is_said = self.fits(choice) or more.peak_bytes(choice) > self.most_bytes
+        return more if is_said else self._corrected(more, choice)
+
+    def _by_stage(self, choice: Choice) -> Mapping[int, int]:
+        """Return what the code of a choice needs in the stages of backward that call libraries."""
+        seen = self.lower(choice)
+        others = (self.uses - 1) * seen.kept
+        found, remade, latest = defaultdict[int, int](int), 0, 0
+        for name, size in seen.calls.items():
+            stage = self.joint.calls.get(name, -1) if name else 0
+            if stage < 0:  # it makes a value again for the next stage
+                remade = max(remade, size)
+                continue
+            latest = max(latest, stage)  # a call that was moved counts where it runs
+            found[latest] = max(found[latest], others + max(size, remade))
+            remade = 0
+        found[latest] = max(found[latest], others + remade)
+        return found
+
+    def _corrected(self, more: CompiledBytes, choice: Choice) -> CompiledBytes:
+        """Say of a choice whose code exceeds the budget that it does.
+
+        Where a stage needs more than was thought, values that it makes again in that stage are why, or before the call
+        of the next one; if there are none, every choice needs that. Where buffers may wait for others of their size
+        below the peak, this is known of the highest stage alone.
+        """
+        seen, backward, making = self.lower(choice), list(more.backward), dict(more.making)
+        expected, by_stage = more.in_stages(choice), self._by_stage(choice)
+        highest = 0 if self.frees_at_once else max(by_stage.values())
+        again = set(choice.made_again.values())
+        known = defaultdict[int, int](int)
+        for stage, size in by_stage.items():
+            if size >= highest:
+                is_of_next = stage not in again and stage + 1 in again and size > expected[stage]
+                known[stage + is_of_next] = max(known[stage + is_of_next], size)
+        for stage, size in sorted(known.items()):
+            if (missing := size - expected[stage]) <= 0:
+                continue
+            made = {v: self.joint.values[v].size_bytes for v, when in choice.made_again.items() if when == stage}
+            if not (total := sum(made.values())):
+                backward[stage] += missing
+            for v, size_bytes in made.items():
+                making[v, stage] = making.get((v, stage), 0) + -(-missing * size_bytes // total)
+        forward = max(more.forward, (self.uses - 1) * seen.kept + seen.forward - choice.kept_bytes)
+        return CompiledBytes(forward, tuple(backward), making)
+
+    def _next(self, choices: Sequence[Choice], more: CompiledBytes) -> Choice | None:
+        """Choose what to lower next: the cheapest that should fit, else the one that needs least."""
+        cheapest = self._cheapest()
+        untried = [choice for choice in choices if choice.saved not in self.lowered]
+        hopeful = [choice for choice in untried if more.peak_bytes(choice) <= self.most_bytes]
+        if cheapest is not None:
+            better = (choice for choice in hopeful if choice.price_us < (1 - LEAST_SAVING) * cheapest.price_us)
+            return min(better, key=_price, default=None)
+        return min(hopeful, key=_price) if hopeful else min(untried, key=more.peak_bytes, default=None)
+
+    def _cheapest(self) -> Choice | None:
+        return min((choice for choice in self.tried if self.fits(choice)), key=_price, default=None)
+
+
+def _price(choice: Choice) -> float:
+    return choice.price_us
