@@ -40,12 +40,17 @@ def write_atomically(path: Path, text: str) -> None:
 def read_json(path: Path, form: str, version: int, what: str) -> dict[str, Any]:
     """Read the JSON document at `path`. Raises `UsageError` unless it is a `form` of at most `version`."""
     try:
-        data = json.loads(path.read_text())
+        text = path.read_text()
+        data = json.loads(text)
     except FileNotFoundError:
         raise UsageError(f"there is no {what} file at {path}.") from None
     except OSError as error:
         raise UsageError(f"the {what} file {path} cannot be read: {error.strerror}.") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except json.JSONDecodeError as error:
+        is_cut = text.startswith("{") and (error.pos >= len(text.rstrip()) or not text.rstrip().endswith("}"))
+        cut = f"it ends in line {error.lineno}, in the middle of it; copy it again, or make it again"
+        raise UsageError(f"{path} is not a {what} file: {cut if is_cut else error}.") from error
+    except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not a {what} file: {error}.") from error
     if not isinstance(data, dict) or data.get("format") != form:
         raise UsageError(f"{path} is not a {what} file: it lacks `format: {form}`.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from remat.errors import UsageError
 
@@ -24,6 +26,14 @@ _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)")
 _COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)([kKmMbBtT]?)")
 _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*%")
+
+
+def require_unit(name: str, value: Any) -> None:
+    """Raise UsageError where `value` is neither a number of bytes nor text, such as a float of unknown unit."""
+    if isinstance(value, bool) or not isinstance(value, (str, numbers.Integral)):
+        raise UsageError(
+            f'{name}={value!r} is neither a whole number of bytes nor text with a unit; write {name}="20GiB".'
+        )
 
 
 def parse_bytes(text: str, *, what: str = "size", whole_bytes: int | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import remat
@@ -48,6 +49,10 @@ def test_a_budget_is_a_share_of_the_step() -> None:
 def test_a_budget_without_a_unit_is_refused_with_what_it_may_mean(budget: Any) -> None:
     with pytest.raises(UsageError, match=r"neither a whole number of bytes nor text with a unit; write budget="):
         remat.plan(TRANSFORMER, budget=budget)
+
+
+def test_a_budget_is_any_whole_number() -> None:
+    assert parse_budget(np.int64(20 * GIB), np.int32(GIB), 80 * GIB).limit_bytes == 19 * GIB  # type: ignore[arg-type]
 
 
 def test_a_headroom_is_held_to_the_same() -> None:

@@ -569,7 +569,7 @@ def test_show_prints_every_region_or_the_file(remat: Remat) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        pytest.param(lambda text: text[: len(text) // 2], "is not a plan file", id="truncated"),
+        pytest.param(lambda text: text[: len(text) // 2], "in the middle of it; copy it again", id="truncated"),
         pytest.param(lambda text: text.replace('"version": 3', '"version": 99'), "has plan version 99", id="newer"),
         pytest.param(lambda text: text.replace('"target"', '"tarket"'), "is not a complete plan file", id="key"),
         pytest.param(lambda text: text.replace('"peak_at"', '"peek"'), "is not a complete plan file", id="inner-key"),

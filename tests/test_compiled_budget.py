@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -595,6 +596,18 @@ def test_results_that_the_loop_holds_until_the_next_forward_returns_are_counted(
     there = sum(tensor.nbytes for tensor in (*model.parameters(), x, *held["features"]))
     assert cut.halves.forward > cut.halves.backward
     assert cut.peak_bytes == there + measure_peak(forward, CPU)
+
+
+def test_results_that_the_loop_holds_are_named_beside_the_plan(
+    cuts: list[BudgetPartitioner], capfd: pytest.CaptureFixture[str]
+) -> None:
+    x, model = batch(2048), built(Features)
+    remat.compile(model, "1GiB", optimizer=None)(x)
+    (cut,) = cuts[0].cuts.values()
+    torch._dynamo.reset()
+    remat.compile(built(Features), int(0.95 * cut.peak_bytes), optimizer=None)(x)
+    said = capfd.readouterr().err
+    assert re.search(r"planned in [\d.]+ s\. [\d.]+ .iB are outputs that the loop is taken to hold", said), said
 
 
 def test_results_that_the_loop_holds_count_while_the_optimizer_steps(cuts: list[BudgetPartitioner]) -> None:

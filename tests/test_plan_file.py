@@ -134,8 +134,8 @@ def test_a_corrupt_file_is_refused(tmp_path: Path, text: str | bytes) -> None:
 
 def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
     text = json.dumps(a_plan().to_json(), indent=1)
-    for end in itertools.chain(range(0, len(text), 97), [len(text) - 1]):
-        refused(tmp_path / "plan.json", text[:end])
+    for end in itertools.chain(range(1, len(text), 97), [len(text) - 1]):
+        assert "in the middle of it; copy it again" in refused(tmp_path / "plan.json", text[:end])
 
 
 @pytest.mark.parametrize("version", [VERSION + 1, 99])

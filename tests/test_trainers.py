@@ -808,6 +808,8 @@ def test_compiling_that_cannot_be_meant_is_refused(
 def test_a_callback_takes_a_plan_or_a_budget(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unexpected keyword argument 'numeric'; its options are those of"):
         trainer(tmp_path, RematCallback(budget="1GiB", numeric="sums")).train()
+    with pytest.raises(UsageError, match="budget '80' is not a number in digits with a unit"):
+        RematCallback(budget="80")
     with pytest.raises(UsageError, match="exactly one of the two"):
         RematCallback()
     with pytest.raises(UsageError, match="exactly one of the two"):

@@ -507,6 +507,12 @@ def test_a_target_with_versions_keeps_its_name_through_files() -> None:
     assert Target(**{**dataclasses.asdict(target), "cudnn": [9, 10]}) == target
 
 
+@pytest.mark.parametrize("torch_", ["9.9", "2.10", "2.16.0"])
+def test_a_torch_whose_kernels_are_not_known_is_refused(torch_: str) -> None:
+    with pytest.raises(UsageError, match=r"the kernels of torch [\d.]+ are not known; 2\.11 to 2\.15 are"):
+        find_planning_device(f"h100-80gb,torch={torch_}")
+
+
 @pytest.mark.parametrize("text", ["h100-80gb,cudnn=new", "h100-80gb,cuda=13.0", "h100-80gb,cudnn"])
 def test_a_setting_that_is_no_version_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is no version; write h100-80gb,torch"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import numbers
 import weakref
 from collections.abc import Callable
 from typing import Any, get_args
@@ -117,6 +118,6 @@ NAMES = tuple(field.name for field in dataclasses.fields(CompileArguments))
 def _bytes(name: str, size: str | int) -> int:
     if isinstance(size, str):
         return parse_bytes(size, what=name)
-    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 0:
         raise UsageError(f"`{name}=` is a size such as '20GiB' or a number of bytes, not {size!r}.")
-    return size
+    return int(size)

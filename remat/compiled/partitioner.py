@@ -28,7 +28,7 @@ from remat.errors import Infeasible, NoPlanInTime
 from remat.units import gib, gib_above, ms
 
 log = logging.getLogger(__name__)
-WORTH_A_WORD = 0.02  # of the least peak that was seen: outputs of so many bytes are named
+WORTH_A_WORD = 0.02  # of the peak: held outputs of so many bytes are named
 _HOMES = ("joint", "peak", "program", "lowered_cuts", "search", "partitioner")
 
 
@@ -149,7 +149,7 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         seconds = time.monotonic() - started
         cut = Cut(peak, self.uses * lowered.kept, lowered, choice, search.default, bound, seconds)
         self.cuts[self.key] = cut
-        (log.info if bound is None else _tell)(str(cut))
+        (log.info if bound is None else _tell)(f"{cut}{_held(lowered, peak)}")
         return search.handed_out(choice)
 
     def _require_room(self) -> None:
@@ -177,16 +177,10 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
 
     def _nothing_found(self, beside: int, lowered: Halves, search: Search) -> NoPlanInTime:
         least = max(beside + search.needs(lowered), self.outside.while_stepping)
-        held = ""
-        if lowered.held > WORTH_A_WORD * least:
-            held = (
-                f". {gib(lowered.held)} are outputs that the loop is taken to hold until the next forward returns: let "
-                'the model give fewer (`use_cache=False`), or let go of them and say `holds="loss"`'
-            )
         return NoPlanInTime(
             f"no plan was found that keeps the compiled step within {gib(self.budget_bytes)}, and nothing proves that "
             f"there is none: the least peak that was seen is {gib_above(least, self.budget_bytes)}. {self._fixed}"
-            f"{self._earlier}{held}. Raise the budget, or reduce the batch.",
+            f"{self._earlier}{_held(lowered, least)}. Raise the budget, or reduce the batch.",
             least,
         )
 
@@ -209,6 +203,16 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
             f"{gib(of.always)} of it are parameters, optimizer state, batch and workspaces, {gib(of.gradients)} "
             f"gradients, and {gib(of.stepping)} the optimizer's temporaries"
         )
+
+
+def _held(lowered: Halves, peak_bytes: int) -> str:
+    """Return the words on outputs that the loop holds, where they are much of the peak."""
+    if lowered.held <= WORTH_A_WORD * peak_bytes:
+        return ""
+    return (
+        f". {gib(lowered.held)} are outputs that the loop is taken to hold until the next forward returns: let the "
+        'model give fewer (`use_cache=False`), or let go of them and say `holds="loss"`'
+    )
 
 
 def _tell(text: str) -> None:

@@ -105,6 +105,10 @@ class RematCallback(TrainerCallback):
             raise UsageError("compile=True goes with budget=, and without cache=: the first step plans.")
         if known := sorted({"loop", "target"}.intersection(options)):
             raise UsageError(f"RematCallback takes {' and '.join(known)} from the Trainer: leave it out.")
+        if budget is not None:
+            from remat.planning.budget import require_budget  # nothing of planning is loaded for a plan that was made
+
+            require_budget(budget)
         self._dynamic = options.pop("dynamic", None) if compile else None
         if compile:
             options = compiled_options(budget, on_larger, options)

@@ -9,7 +9,7 @@ from remat.costing.device_allocator import context_bytes
 from remat.costing.planning_device import PlanningDevice
 from remat.errors import UsageError
 from remat.reservation.fragmentation import CONTEXT_BYTES
-from remat.units import gib, parse_bytes
+from remat.units import gib, parse_bytes, require_unit
 
 AUTO_HEADROOM = "10%"
 OF_STEP = "%step"  # the suffix of a share of the step's own peak
@@ -32,12 +32,12 @@ def is_share_of_step(budget: object) -> bool:
     return isinstance(budget, str) and budget.strip().lower().endswith(OF_STEP)
 
 
-def require_unit(name: str, value: Any) -> None:
-    """Raise UsageError where `value` is neither a number of bytes nor text, such as a float of unknown unit."""
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise UsageError(
-            f'{name}={value!r} is neither a whole number of bytes nor text with a unit; write {name}="20GiB".'
-        )
+def require_budget(budget: Any) -> None:
+    """Raise UsageError for a budget that cannot be read, whatever the device."""
+    require_unit("budget", budget)
+    if isinstance(budget, str) and budget != "auto":
+        whole = budget.strip()[: -len("step")] if is_share_of_step(budget) else budget
+        parse_bytes(whole, what="budget", whole_bytes=1)
 
 
 def parse_budget(
@@ -61,8 +61,8 @@ def parse_budget(
     if budget == "auto":
         given = memory_bytes if usable_bytes is None else usable_bytes
         headroom = AUTO_HEADROOM if headroom is None and usable_bytes is None else headroom
-    elif isinstance(budget, int):
-        given = budget
+    elif not isinstance(budget, str):
+        given = int(budget)
     elif is_share_of_step(budget):
         if step_bytes is None:
             raise UsageError(
@@ -76,8 +76,7 @@ def parse_budget(
     if given <= 0:
         raise UsageError(f"a budget is more than 0 bytes, and this is {budget!r}.")
     spare = headroom or 0
-    if isinstance(spare, str):
-        spare = parse_bytes(spare, what="headroom", whole_bytes=given)
+    spare = parse_bytes(spare, what="headroom", whole_bytes=given) if isinstance(spare, str) else int(spare)
     if given - spare <= 0:
         raise UsageError(f"a budget of {gib(given)} with a headroom of {gib(spare)} leaves nothing; raise the budget.")
     return Budget(given, given - spare, given - spare if budget == "auto" and usable_bytes is not None else None)

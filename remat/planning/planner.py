@@ -24,7 +24,7 @@ from remat.formulation.search_space import Space
 from remat.formulation.solution import Limits
 from remat.offloading.link import Link
 from remat.planning.assemble import plan_of
-from remat.planning.budget import Budget, require_unit
+from remat.planning.budget import Budget, require_budget
 from remat.planning.card import footprints_of, reserving_at_most
 from remat.planning.layers_on_host import movable_layers, with_layers_on_host
 from remat.planning.links import ACTIVATIONS, beside_state, require_offloads
@@ -112,7 +112,7 @@ def plan(
         >>> plan.save("mine.plan.json")
     """
     require_workload(workload)
-    require_unit("budget", budget)
+    require_budget(budget)
     request = PlanRequest.of(
         budget=budget,
         headroom=headroom,

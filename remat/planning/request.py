@@ -19,7 +19,7 @@ from remat.execution.executions import EAGER
 from remat.formulation.search_space import DEPTH
 from remat.formulation.solution import Limits
 from remat.offloading.link import Link
-from remat.planning.budget import Budget, is_share_of_step, parse_budget, require_unit, usable_bytes
+from remat.planning.budget import Budget, is_share_of_step, parse_budget, usable_bytes
 from remat.planning.links import (
     ACTIVATIONS,
     WEIGHTS,
@@ -31,6 +31,7 @@ from remat.planning.links import (
     require_offloads,
 )
 from remat.solvers import Solver, load
+from remat.units import require_unit
 from remat.workload.training_loop import TrainingLoop, require_loop
 
 Numerics = Literal["bitwise", "sums", "rounding"]

@@ -112,6 +112,9 @@ def named(text: str, targets: Mapping[str, Target], torch: str, cudnn: tuple[int
             raise UsageError(f"target {text!r}: {key}={value} is no version; write {name},torch=2.13,cudnn=9.20.")
     if "torch" in given:
         torch, cudnn = given["torch"], None
+        if _version(torch)[:2] not in _CUDNN_OF_WHEELS:
+            first, last = (".".join(map(str, release)) for release in (min(_CUDNN_OF_WHEELS), max(_CUDNN_OF_WHEELS)))
+            raise UsageError(f"target {text!r}: the kernels of torch {torch} are not known; {first} to {last} are.")
     cudnn = _version(given["cudnn"]) if "cudnn" in given else cudnn
     return dataclasses.replace(targets[name].with_versions(torch, cudnn), name=text)
 
