@@ -106,7 +106,7 @@ def test_a_mask_of_ones_is_no_mask_as_in_eager_mode(family: str) -> None:
     assert attention or family != "llama"  # on a CPU dropout is left to others
 
 
-@pytest.mark.fast("llama")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_is_another_step_whatever_came_before(family: str) -> None:
     """The same shapes and dtypes as the batch before: no guard of Dynamo's would see that the data differ."""
@@ -205,7 +205,7 @@ def written(mask: torch.Tensor) -> torch.Tensor:
     return mask
 
 
-@pytest.mark.fast("written", "data-written")
+@pytest.mark.fast("written")
 @pytest.mark.parametrize(
     "write",
     [

@@ -769,9 +769,15 @@ def test_a_closed_pipe_is_no_bug(remat: Remat) -> None:
 @pytest.mark.parametrize(
     ("output", "arguments", "exit_code", "said"),
     [
-        ("/dev/full", "models", 1, "error: the output cannot be written: No space left on device.\n"),
+        pytest.param(
+            *("/dev/full", "models", 1, "error: the output cannot be written: No space left on device.\n"),
+            marks=pytest.mark.exhaustive,
+        ),
         ("/dev/full", "models --json", 1, "error: the output cannot be written: No space left on device.\n"),
-        ("/dev/full", "--help", 1, "error: the output cannot be written: No space left on device.\n"),
+        pytest.param(
+            *("/dev/full", "--help", 1, "error: the output cannot be written: No space left on device.\n"),
+            marks=pytest.mark.exhaustive,
+        ),
         ("/dev/full", "show none.json --json", 2, "error: there is no plan file at none.json.\n"),
         ("&-", "models", 0, ""),
     ],

@@ -1352,6 +1352,7 @@ class Seeing(nn.Module):
         return self.layers(x[:, None, None].expand(-1, 1, 16, -1)).square().mean()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("make", [Speaking, Seeing])
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")

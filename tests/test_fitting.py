@@ -290,6 +290,7 @@ def test_the_plan_is_recorded_at_the_chosen_size_and_keeps_the_budget() -> None:
     assert plain_us + again_us == pytest.approx(found.best.time_us)
 
 
+@pytest.mark.exhaustive
 def test_no_candidate_that_was_not_solved_could_have_been_better() -> None:
     found = fitted()
     assert found.best.time_us is not None

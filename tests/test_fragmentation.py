@@ -98,6 +98,7 @@ def test_a_share_is_in_proportion_and_loses_nothing() -> None:
     assert sum(states(shared)) == 4 * MIB and len(states(shared)) == 4
 
 
+@pytest.mark.exhaustive
 def test_what_is_fixed_beyond_the_parameters_is_one_block_more() -> None:
     graph = with_states(graph_of_two(), {"parameters": 3 * MIB, "gradients": 2 * MIB}, Parameter("a", MIB, MIB))
     assert list(before_first_step(graph)) == [MIB, 2 * MIB, MIB, MIB]

@@ -313,7 +313,7 @@ def _leaves(outputs: Any) -> list[tuple[str, torch.Tensor]]:
     return list(output_tensors(outputs))
 
 
-@pytest.mark.fast("nested")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", WRAPS)
 def test_held_outputs_are_named(name: str) -> None:
     wrap, said = WRAPS[name]

@@ -52,7 +52,7 @@ def norms() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.RMSNorm(64), nn.Linear(64, 64)).bfloat16()
 
 
-@pytest.fixture(scope="module", params=["norms", "llama-1b"])
+@pytest.fixture(scope="module", params=["norms", pytest.param("llama-1b", marks=pytest.mark.exhaustive)])
 def recorded(request: pytest.FixtureRequest) -> Profile:
     if request.param != "norms":
         return profile(TEST_SIZES[request.param](), target="h100-80gb")

@@ -51,7 +51,7 @@ def test_it_has_every_answer_once_and_marks_the_one_taken() -> None:
     assert (taken.numerics, taken.offload, taken.overhead) == ("sums", None, planned().predicted["overhead"])
 
 
-@pytest.mark.fast("sums-activations")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("numerics", "offload"), [("bitwise", None), ("sums", "activations")])
 def test_a_row_is_what_its_options_give_in_a_run_of_its_own(numerics: str, offload: str | None) -> None:
     alone = remat.plan(WORKLOAD, budget=budget(), numerics=numerics, offload=offload, **WANTED)  # type: ignore[arg-type]

@@ -70,6 +70,7 @@ def loss_of(graph: Graph) -> int:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_record_says_where_the_slices_of_a_loss_end(name: str) -> None:
     _, graph = sliced(name)

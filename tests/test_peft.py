@@ -268,7 +268,7 @@ def pair(request: pytest.FixtureRequest, recordings: Any) -> tuple[Any, Any]:
     return untouched, planned
 
 
-@pytest.mark.fast("half-saved-True", "layers-False")
+@pytest.mark.fast("layers-False")
 @pytest.mark.parametrize("gradients_on", [True, False])
 def test_adapters_can_be_turned_off_for_a_while(gradients_on: bool, pair: tuple[Any, Any]) -> None:
     """As for the reference model of preference tuning."""
@@ -281,7 +281,7 @@ def test_adapters_can_be_turned_off_for_a_while(gradients_on: bool, pair: tuple[
     assert alike(*pair)
 
 
-@pytest.mark.fast("half-saved")
+@pytest.mark.exhaustive
 def test_text_is_generated_between_two_steps(pair: tuple[Any, Any]) -> None:
     texts = []
     for model in pair:

@@ -141,7 +141,7 @@ def recorded_problem(name: str) -> Problem:
 
 
 @pytest.mark.third
-@pytest.mark.fast("autocast", "broken", "reused", "transformer")
+@pytest.mark.fast("autocast", "reused")
 @pytest.mark.parametrize("name", TOYS)
 @given(data=st.data())
 @FEW

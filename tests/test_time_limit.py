@@ -39,7 +39,7 @@ def recorded() -> tuple[FakeStep, Profile]:
     return step, profile_step(step, place)
 
 
-@pytest.mark.fast("eager-1.0")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("execution", "share"), [("eager", 1.0), ("modules", 0.5)])
 def test_where_several_plans_may_be_tried_each_gets_half_of_what_is_left(
     recorded: tuple[FakeStep, Profile], execution: str, share: float
