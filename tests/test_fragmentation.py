@@ -31,7 +31,7 @@ from remat.reservation.allocator_settings import AllocatorSettings
 from remat.reservation.caching_allocator import Block, CachingAllocator
 from remat.reservation.fragmentation import CONTEXT_BYTES, Footprint, before_first_step, footprint, footprints, states
 from remat.units import GIB, MIB
-from remat.validation.validating import _simulated
+from remat.validation.prediction import simulated
 from remat.workload.target import Target
 from remat.workload.training_loop import TrainingLoop
 from tests.cached import cached
@@ -213,12 +213,12 @@ def test_validation_predicts_what_the_allocator_makes_of_the_replays_peak() -> N
     """The replay may need more than the evaluator says; then all three are as much larger."""
     memory = memory_of(profile_of("gpt2"))
     found = footprint(memory, (), AllocatorSettings.from_environment())
-    more = _simulated(memory, (), found.requested_bytes + 100, H100)
+    more = simulated(memory, (), found.requested_bytes + 100, H100)
     assert more == {
         "allocated_bytes": found.allocated_bytes + 100,
         "reserved_bytes": found.reserved_bytes + 100,
     }
-    assert _simulated(memory, (), found.requested_bytes, find_planning_device("cpu")) == {}
+    assert simulated(memory, (), found.requested_bytes, find_planning_device("cpu")) == {}
 
 
 def test_where_there_is_no_cuda_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

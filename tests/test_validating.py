@@ -22,6 +22,7 @@ from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Plan
 from remat.execution.eager.rewrite import RegionTape
 from remat.recording.fake_step import FakeStep
+from remat.validation import prediction, sizes
 from remat.validation.kernel_log import MOST_DIFFERENCES, KernelLog, kernel_differences
 from remat.validation.report import Report
 from remat.validation.training import Training, collect, release_memory
@@ -81,7 +82,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
 def be_quick(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """Times are not what is tested here: measure costs as fast as may be, apart from the user's cache."""
     fast = functools.partial(time_operators, cache=cache, repeats=3, seconds_per_kind=0.0)
-    monkeypatch.setattr(validation, "time_operators", fast)
+    monkeypatch.setattr(prediction, "time_operators", fast)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
@@ -90,7 +91,7 @@ def recorded_once() -> Iterator[None]:
     """A step is the same under every plan: the validations of this file share its record."""
     steps: dict[Any, FakeStep] = {}
     graphs: dict[Any, Graph] = {}
-    make, look = validation.fake_step, validation.record
+    make, look = sizes.fake_step, sizes.record
 
     def step_of(workload: Workload, place: PlanningDevice, **how: Any) -> FakeStep:
         key = (workload, repr(place), repr(how))
@@ -105,8 +106,8 @@ def recorded_once() -> Iterator[None]:
         return graphs[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(validation, "fake_step", step_of)
-        patch.setattr(validation, "record", graph_of_step)
+        patch.setattr(sizes, "fake_step", step_of)
+        patch.setattr(sizes, "record", graph_of_step)
         yield
 
 
@@ -124,7 +125,7 @@ def on_cpu(workload: Workload, plan: Plan, **options: Any) -> Report:
 def with_free_bytes(monkeypatch: pytest.MonkeyPatch, free: int, workload: Workload) -> None:
     """Let the steps have `free` bytes beside the copies of parameters that a CPU keeps for the comparison."""
     state = 2 * sum(p.numel() * p.element_size() for p in workload.build().parameters())
-    monkeypatch.setattr(validation, "_free_bytes", lambda place: free + state)
+    monkeypatch.setattr(sizes, "_free_bytes", lambda place: free + state)
 
 
 # Good plans
@@ -472,7 +473,7 @@ def test_a_planned_step_that_runs_out_of_memory_fails(plan: Plan, monkeypatch: p
 
 @pytest.mark.exhaustive
 def test_a_step_that_takes_too_long_is_run_at_a_smaller_batch(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "BEARABLE_S", 1e-9)
+    monkeypatch.setattr(sizes, "BEARABLE_S", 1e-9)
     report = on_cpu(TRANSFORMER, plan)
     assert report.batch_size == 1
     assert "a step is estimated to take" in report.notes[0]

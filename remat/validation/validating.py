@@ -32,52 +32,37 @@ import copy
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from remat.capture.generators import generators_kept
-from remat.costing.costs import Costs, estimated_costs, with_library_workspaces
-from remat.costing.host_memory import free_host_bytes
-from remat.costing.operator_timing import device_target, time_operators
+from remat.costing.operator_timing import device_target
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.timing_cache import device_name
-from remat.errors import PlanMismatch, UsageError, ValidationFailed, is_out_of_memory
+from remat.errors import UsageError, ValidationFailed, is_out_of_memory
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import form_of
 from remat.evaluation.forwards import PASSES, without_sizes
-from remat.evaluation.graph import Graph
-from remat.evaluation.plan import Offload, Plan, Region, RegionRef, drawn_lengths, to_refs, traced_branches
+from remat.evaluation.plan import Plan, RegionRef, drawn_lengths, traced_branches
 from remat.execution import executions
 from remat.execution.apply import counts_of, planned_forward, remove
 from remat.execution.base import Execution
 from remat.execution.eager.rewrite import Counts
 from remat.execution.modules.regions import ModuleCounts
-from remat.execution.regions_in_graph import places_in, require_regions_in
-from remat.offloading.refs import from_offload_refs, require_kept, to_offload_refs
-from remat.planning.profiling import fake_step
-from remat.planning.untraced import with_untraced
-from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
-from remat.reservation.allocator_settings import AllocatorSettings
-from remat.reservation.fragmentation import footprint
 from remat.units import first_few, gib
 from remat.validation.groups import GroupsSeen, far_from
 from remat.validation.kernel_log import KernelLog, kernel_differences, without_heads
+from remat.validation.prediction import PredictedHere, Progress, predict
 from remat.validation.report import Report
+from remat.validation.sizes import RecordedStep, TriedSizes
 from remat.validation.sums import SumsSeen
 from remat.validation.training import Training, on_host, undisturbed
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, require_workload
 
-BEARABLE_S = 10.0  # estimated time of one step on a CPU
-SHORTEST = 128  # sequence length
-CPU_SHARE = 0.6  # of the memory that is free
-CUDA_SHARE = 0.95
 NOISE = 4.0  # Rule 5
-
-Progress = Callable[[int, int], None]
 
 
 @generators_kept()
@@ -120,7 +105,7 @@ def validate(
     place = _place(device)
     assert place.device is not None
     with undisturbed(place.device):
-        sizes = _Sizes(workload, plan, place, how)
+        sizes = TriedSizes(workload, plan, place, how)
         planned_step = sizes.largest(sizes.planned_load)
         compared = sizes.largest(sizes.untouched_load, at_most=planned_step.workload.batch_size)
         return _Validation(plan, how, place, planned_step, compared, seed, repeats, sizes.notes).report(
@@ -138,177 +123,6 @@ def _place(device: str | torch.device | None) -> PlanningDevice:
             raise UsageError("device 'cuda' was asked for, and PyTorch sees none on this machine; choose cpu.")
         found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
     return PlanningDevice(device_target(found), found)
-
-
-# What fits (Rule 4)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _RecordedStep:
-    """The step at one batch size, recorded on fakes of the device at hand; the plan's regions in its graph."""
-
-    workload: Workload
-    step: FakeStep
-    graph: Graph
-    refs: tuple[RegionRef, ...]
-    regions: tuple[Region, ...]
-    offloads: tuple[Offload, ...]
-    how: Execution
-
-    def memory(self, costs: Costs | None = None) -> Memory:
-        """Return the evaluator of the planned step, with the workspaces of `costs`."""
-        workspaces = None if costs is None else costs.workspace_per_op(self.graph)
-        return Memory(self.graph, workspaces).offloading(self.offloads)
-
-
-class _Sizes:
-    """The workload at each batch size that was tried."""
-
-    def __init__(self, workload: Workload, plan: Plan, place: PlanningDevice, how: Execution):
-        self.notes: list[str] = []
-        self._workload, self._plan, self._place, self._how = workload, plan, place, how
-        self._free_bytes = _free_bytes(place)
-        self._known: dict[int, _RecordedStep] = {}
-
-    def at(self, batch_size: int) -> _RecordedStep:
-        if batch_size not in self._known:
-            workload = self._workload.sized(batch_size)
-            step = fake_step(workload, self._place, loop=TrainingLoop.of(self._plan.about))
-            step.form = form_of(self._plan.about)
-            graph = record(step, alignment_bytes=self._place.target.alignment_bytes)
-            regions = _found(self._plan, graph)
-            refs = to_refs(graph, regions, _modules(self._plan, regions))
-            offloads: tuple[Offload, ...] = ()
-            if self._plan.offloads:
-                offloads = from_offload_refs(graph, self._plan.offloads, places_in(self._plan, graph))
-                require_kept(Memory(graph), regions, offloads)
-            self._known[batch_size] = _RecordedStep(workload, step, graph, refs, regions, offloads, self._how)
-        return self._known[batch_size]
-
-    def planned_load(self, recorded: _RecordedStep) -> tuple[float, str]:
-        """Return the factor by which the planned step is too large, in memory or in time, and the reason."""
-        graph, regions = recorded.graph, recorded.regions
-        load, why = self._memory_load(graph, recorded.memory().curve(regions).peak_bytes, "the planned step")
-        costs = estimated_costs(graph, self._place.target)
-        seconds = costs.step_time_us(graph) + Memory(graph).recompute_time_us(regions, costs.per_op_us(graph))
-        seconds /= 1e6
-        if self._place.target.device == "cpu" and seconds / BEARABLE_S > load:
-            return seconds / BEARABLE_S, f"a step is estimated to take {seconds:.0f} s, more than {BEARABLE_S:.0f} s"
-        return load, why
-
-    def untouched_load(self, recorded: _RecordedStep) -> tuple[float, str]:
-        graph, target = recorded.graph, self._place.target
-        graph = with_untraced(graph, recorded.step, estimated_costs(graph, target), target)
-        return self._memory_load(graph, Memory(graph).peak_without_checkpointing, "the step without the plan")
-
-    def _memory_load(self, graph: Graph, peak_bytes: int, what: str) -> tuple[float, str]:
-        fixed = min(graph.fixed_total, peak_bytes)
-        state = sum(graph.fixed_bytes.get(name, 0) for name in ("parameters", "buffers"))
-        free = self._free_bytes - (2 * state if self._place.target.device == "cpu" else 0)  # Rule 1, on the host
-        text = f"{what} needs {gib(peak_bytes)}, and {gib(max(free, 0))} may be used"
-        if peak_bytes <= free:
-            return peak_bytes / free, text
-        return max((peak_bytes - fixed) / (free - fixed) if free > fixed else math.inf, 1.01), text
-
-    def _shorten(self, why: str) -> bool:
-        """Halve the sequence, if there is one."""
-        length = self._workload.seq_len
-        if length is None or length < 2 * SHORTEST:
-            return False
-        self.notes.append(f"Sequence length {length} is too much for this device: {why}.")
-        self._workload = self._workload.sized(seq_len=length // 2)
-        self._known.clear()
-        return True
-
-    def largest(
-        self, load_of: Callable[[_RecordedStep], tuple[float, str]], at_most: int | None = None
-    ) -> _RecordedStep:
-        """Return the step at the largest batch size, halved from `at_most`, whose load is at most 1."""
-        size = wanted = at_most or self._workload.batch_size
-        while True:
-            recorded = self.at(size)
-            load, why = load_of(recorded)
-            if load <= 1:
-                return recorded
-            if size == 1 and "estimated" in why:  # slow, but possible
-                if self._shorten(why):
-                    continue
-                return recorded
-            if size == 1:
-                raise UsageError(f"{why} at batch size 1: validate on a device with more memory.")
-            if size == wanted:
-                self.notes.append(f"Batch size {size} is too much for this device: {why}.")
-            size >>= max(1, math.floor(math.log2(load)) if math.isfinite(load) else size.bit_length() - 1)
-            size = max(size, 1)
-
-
-def _modules(plan: Plan, regions: tuple[Region, ...]) -> list[tuple[int, int, str]]:
-    """Return the module of each region, as `to_refs` takes them."""
-    return [(here.first, here.end, there.module) for here, there in zip(regions, plan.regions, strict=True)]
-
-
-def _found(plan: Plan, graph: Graph) -> tuple[Region, ...]:
-    """Return the plan's regions in `graph`. Raises PlanMismatch for another dtype policy or model."""
-    for field, name in (("parameter_dtypes", "parameters of"), ("autocast", "autocast to")):
-        planned, found = plan.about.get(field), graph.about[field]
-        if planned != found:
-            raise PlanMismatch(
-                f"the plan is for {name} {planned}, this workload has {name} {found}; "
-                "choose the dtype policy of the plan."
-            )
-    return require_regions_in(plan, graph)
-
-
-def _free_bytes(place: PlanningDevice) -> int:
-    """Return the bytes that the steps may take. (Rule 4)"""
-    if place.target.device == "cuda":
-        free = torch.cuda.mem_get_info(place.device)[0]
-        cached = torch.cuda.memory_reserved(place.device) - torch.cuda.memory_allocated(place.device)
-        return int(CUDA_SHARE * (free + cached))
-    return int(CPU_SHARE * free_host_bytes())
-
-
-# What is predicted (Rule 3)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Prediction:
-    """Predict the planned step and the eager baseline, with kernels' workspaces as measured here."""
-
-    planned: dict[str, int]
-    untouched: dict[str, int]
-    unmeasured: int
-    allocator: dict[str, int]
-
-
-def _predict(recorded: _RecordedStep, place: PlanningDevice, on_progress: Progress | None) -> _Prediction:
-    assert place.device is not None
-    graph = recorded.graph
-    costs = time_operators(graph.kinds, place.device, on_progress=on_progress)
-    graph = with_untraced(graph, recorded.step, costs, place.target, place.device)
-    graph = with_library_workspaces(graph, place.target, costs)
-    memory = Memory(graph, costs.workspace_per_op(graph))
-    options: Any = {"alignment_bytes": place.target.alignment_bytes, "workspace_of": costs.workspace_of(graph)}
-    offloads = to_offload_refs(memory, recorded.regions, recorded.offloads)
-    peak = int(recorded.how.replay(recorded.step, graph, recorded.refs, offloads=offloads, **options).max())
-    untouched = memory.peak_without_checkpointing
-    step_us = costs.step_time_us(graph)
-    again_us = memory.recompute_time_us(recorded.regions, costs.per_op_us(graph))
-    return _Prediction(
-        {"peak_bytes": peak, "step_time_us": round(step_us + again_us)},
-        {"peak_bytes": untouched, "step_time_us": round(step_us)},
-        len(costs.about.get("not_measured", ())),
-        _simulated(memory.offloading(recorded.offloads), recorded.regions, peak, place),
-    )
-
-
-def _simulated(memory: Memory, regions: Sequence[Region], peak_bytes: int, place: PlanningDevice) -> dict[str, int]:
-    """Predict the caching allocator's bytes of the step in this process; empty if there is none."""
-    if place.target.device != "cuda":
-        return {}
-    found = footprint(memory, regions, AllocatorSettings.from_environment())
-    found = found.with_more(max(peak_bytes - found.requested_bytes, 0))
-    return {"allocated_bytes": found.allocated_bytes, "reserved_bytes": found.reserved_bytes}
 
 
 # The first step (Rule 1)
@@ -378,7 +192,7 @@ class _Comparison:
     differences: tuple[str, ...]
 
 
-def _observed_nodes(counts: Counts, recorded: _RecordedStep) -> int:
+def _observed_nodes(counts: Counts, recorded: RecordedStep) -> int:
     """Count the nodes that ran again. Modules count whole, less the nodes that early stop leaves out."""
     if not isinstance(counts, ModuleCounts):
         return counts.recomputed_nodes
@@ -395,8 +209,8 @@ class _Validation:
         plan: Plan,
         how: Execution,
         place: PlanningDevice,
-        planned_step: _RecordedStep,
-        compared: _RecordedStep,
+        planned_step: RecordedStep,
+        compared: RecordedStep,
         seed: int,
         repeats: int,
         notes: list[str],
@@ -412,7 +226,7 @@ class _Validation:
         """Whether the eager baseline runs at the batch of the planned one."""
         return self.planned_step is self.compared
 
-    def report(self, sizes: _Sizes, on_progress: Progress | None) -> Report:
+    def report(self, sizes: TriedSizes, on_progress: Progress | None) -> Report:
         self.notes += [f"The planned step runs a traced branch: {text}." for text in traced_branches(self.plan.about)]
         self.notes += [f"{text[0].upper()}{text[1:]}." for text in drawn_lengths(self.plan.about)]
         if self._is_own_checkpointing:
@@ -425,7 +239,7 @@ class _Validation:
                 "Mini-batches without padding take an explicit attention mask under the plan, which the eager baseline "
                 "leaves out: kernels are not compared."
             )
-        prediction = _predict(self.planned_step, self.place, on_progress)
+        prediction = predict(self.planned_step, self.place, on_progress)
         predicted, limit = self._promise(prediction)
         untouched, comparison, measured = self._steps(sizes)
         workload = self.planned_step.workload
@@ -459,7 +273,7 @@ class _Validation:
             notes=tuple(self.notes),
         )
 
-    def _promise(self, prediction: _Prediction) -> tuple[dict[str, int], tuple[str, int]]:
+    def _promise(self, prediction: PredictedHere) -> tuple[dict[str, int], tuple[str, int]]:
         """Return the prediction, and the limit for the measured peak. (Rule 3)"""
         plan, workload = self.plan, self.planned_step.workload
         about, here = plan.about, self.place.target.name
@@ -488,7 +302,7 @@ class _Validation:
         )
         return prediction.planned, ("limit", prediction.planned["peak_bytes"])
 
-    def _steps(self, sizes: _Sizes) -> tuple[dict[str, int] | None, _Comparison, dict[str, int]]:
+    def _steps(self, sizes: TriedSizes) -> tuple[dict[str, int] | None, _Comparison, dict[str, int]]:
         """Return (measured eager baseline, None if it does not fit; comparison; measured planned step)."""
         training = self._built()
         try:
@@ -496,7 +310,9 @@ class _Validation:
         finally:
             training.end()
 
-    def _measured(self, training: Training, sizes: _Sizes) -> tuple[dict[str, int] | None, _Comparison, dict[str, int]]:
+    def _measured(
+        self, training: Training, sizes: TriedSizes
+    ) -> tuple[dict[str, int] | None, _Comparison, dict[str, int]]:
         """Run `_steps` on a model that is built."""
         if training.leave_cache_out():
             self.notes.append("The eager baseline ran with use_cache=False: a planned forward builds no cache.")
