@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from remat.chunking.chunked_loss import ChunkedLoss
-from remat.execution.eager import rewrite, rewritten_calls
+from remat.execution.eager import region_tape, rewrite, rewritten_calls
 from remat.execution.modules import regions
 from remat.workload.workload import Workload
 from tests.toys import CONVNET, SHORT, TRANSFORMER, TRANSFORMER_BF16
@@ -167,7 +167,7 @@ def _cast_before(body: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _saved_of_another_region(patch: Patch) -> None:
     tapes: list[Any] = []
-    kept, replayed = rewrite.RegionTape._kept, rewrite.RegionTape._replayed
+    kept, replayed = region_tape.RegionTape._kept, rewrite.RegionTape._replayed
 
     def noted(self: Any, key: int, *args: Any) -> Any:
         value = kept(self, key, *args)
@@ -181,8 +181,8 @@ def _saved_of_another_region(patch: Patch) -> None:
             replay._results = [*alike[0].results]
         return replayed(self, replay, *args)
 
-    patch.setattr(rewrite.RegionTape, "_kept", noted)
-    patch.setattr(rewrite.RegionTape, "_replayed", spoilt)
+    patch.setattr(region_tape.RegionTape, "_kept", noted)
+    patch.setattr(region_tape.RegionTape, "_replayed", spoilt)
 
 
 def _shapes(results: Any) -> Any:
@@ -192,7 +192,7 @@ def _shapes(results: Any) -> Any:
 
 def _saved_is_overwritten(patch: Patch) -> None:
     """In a way that no version tells of."""
-    replayed = rewrite.RegionTape._replayed
+    replayed = region_tape.RegionTape._replayed
 
     def spoilt(self: Any, replay: Any, *args: Any) -> Any:
         for _, value in replay._results:
@@ -200,22 +200,22 @@ def _saved_is_overwritten(patch: Patch) -> None:
                 tensor.data.mul_(0.5)
         return replayed(self, replay, *args)
 
-    patch.setattr(rewrite.RegionTape, "_replayed", spoilt)
+    patch.setattr(region_tape.RegionTape, "_replayed", spoilt)
 
 
 def _drawn_anew(patch: Patch) -> None:
-    patch.setattr(rewrite.RegionTape, "_go_back", lambda self, key, device: None)
+    patch.setattr(region_tape.RegionTape, "_go_back", lambda self, key, device: None)
 
 
 def _drawn_as_the_first(patch: Patch) -> None:
     """Every random node of a region draws what its first one drew."""
-    go_back = rewrite.RegionTape._go_back
+    go_back = region_tape.RegionTape._go_back
 
     def spoilt(self: Any, key: int, device: Any) -> None:
         self._states[key] = self._states[min(self._states)]
         go_back(self, key, device)
 
-    patch.setattr(rewrite.RegionTape, "_go_back", spoilt)
+    patch.setattr(region_tape.RegionTape, "_go_back", spoilt)
 
 
 def _random_nodes_forgotten(patch: Patch) -> None:

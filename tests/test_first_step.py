@@ -28,7 +28,7 @@ from remat.evaluation.graph import FORWARD_ALONE
 from remat.evaluation.plan import Plan, Region, to_refs
 from remat.execution.apply import apply, counts_of, planned_forward
 from remat.execution.digests import LONGEST, digest_of
-from remat.execution.eager.rewrite import RegionWatch
+from remat.execution.eager.region_tape import RegionWatch
 from remat.execution.first_step import LOCALS, FirstStep
 from remat.execution.modules.search_space import find_module_space
 from remat.planning.budget import Budget

@@ -20,8 +20,9 @@ from remat.capture.eager_answers import Answers
 from remat.capture.nodes import captured_nodes, may_draw
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Region, to_refs
-from remat.execution.eager import rewrite as rewriting
-from remat.execution.eager.rewrite import CallRegion, Counts, RewriteOptions, rewrite
+from remat.execution.eager import region_tape
+from remat.execution.eager.region_tape import Counts, RewriteOptions
+from remat.execution.eager.rewrite import CallRegion, rewrite
 from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.formulation.search_space import saveable
 from remat.workload.workload import Workload
@@ -216,13 +217,13 @@ def test_the_generator_is_looked_at_once_for_a_run_of_random_nodes(
     middle: Any, saved: tuple[int, ...], random: tuple[int, ...], looked_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    state_of = rewriting.state_of
+    state_of = region_tape.state_of
 
     def look(device: torch.device) -> Any:
         seen.append(device)
         return state_of(device)
 
-    monkeypatch.setattr(rewriting, "state_of", look)
+    monkeypatch.setattr(region_tape, "state_of", look)
     source = dropouts_around(middle)
     region = CallRegion(0, 2, saved=frozenset(saved), random=frozenset(random))
     found = []

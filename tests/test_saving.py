@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from remat.errors import RematError
-from remat.execution.eager import rewrite as rewriting
-from remat.execution.eager import saving
-from remat.execution.eager.rewrite import CallRegion, Counts, RewriteOptions, rewrite
+from remat.execution.eager import region_tape, saving
+from remat.execution.eager.region_tape import Counts, RewriteOptions
+from remat.execution.eager.rewrite import CallRegion, rewrite
 
 SEEDED = (torch.Tag.nondeterministic_seeded,)
 RATE = 0.5
@@ -353,7 +353,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             super().__init__()
             found.append("watched")
 
-    monkeypatch.setattr(rewriting, "Save", Watching)
+    monkeypatch.setattr(region_tape, "Save", Watching)
     return found
 
 

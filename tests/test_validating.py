@@ -20,7 +20,7 @@ from remat.errors import PlanMismatch, UsageError, ValidationFailed
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Plan
-from remat.execution.eager.rewrite import RegionTape
+from remat.execution.eager.region_tape import RegionTape
 from remat.recording.fake_step import FakeStep
 from remat.validation import prediction, sizes
 from remat.validation.kernel_log import MOST_DIFFERENCES, KernelLog, kernel_differences

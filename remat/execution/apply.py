@@ -10,7 +10,7 @@ from torch import nn
 from remat.errors import UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.accelerate_autocast import beneath_autocast, is_under_autocast
-from remat.execution.eager.rewrite import Counts
+from remat.execution.eager.region_tape import Counts
 from remat.execution.executions import executor
 from remat.execution.planned_forward import PlannedForward
 from remat.execution.reports import OnLarger

@@ -44,7 +44,7 @@ from remat.evaluation.form import CAPTURED_FORM, form_of
 from remat.evaluation.graph import FORWARD_ALONE, OPTIMIZER_STATE
 from remat.evaluation.plan import Plan
 from remat.execution.digests import Digest, digest_of
-from remat.execution.eager.rewrite import RegionWatch
+from remat.execution.eager.region_tape import RegionWatch
 from remat.execution.recomputed import REMEDY, Recomputed
 from remat.host.weights import weights_on_host
 from remat.units import first_few, gib

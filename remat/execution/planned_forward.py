@@ -24,7 +24,7 @@ from remat.chunking.chunked_rows import RowsWatch
 from remat.evaluation.forwards import EVALUATES
 from remat.evaluation.plan import Plan
 from remat.execution.eager.offloading import Offloader
-from remat.execution.eager.rewrite import Counts, RegionWatch
+from remat.execution.eager.region_tape import Counts, RegionWatch
 from remat.execution.first_step import FirstStep
 from remat.execution.forwards import ModuleForward, StepForwards
 from remat.execution.loop_as_planned import LoopAsPlanned

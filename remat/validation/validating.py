@@ -49,7 +49,7 @@ from remat.evaluation.plan import Plan, RegionRef, drawn_lengths, traced_branche
 from remat.execution import executions
 from remat.execution.apply import counts_of, planned_forward, remove
 from remat.execution.base import Execution
-from remat.execution.eager.rewrite import Counts
+from remat.execution.eager.region_tape import Counts
 from remat.execution.modules.regions import ModuleCounts
 from remat.units import first_few, gib
 from remat.validation.groups import GroupsSeen, far_from

@@ -36,7 +36,7 @@ from remat.evaluation.form import CAPTURED_FORM, form_of
 from remat.evaluation.plan import Plan
 from remat.execution.eager.graph_as_planned import GraphAsPlanned
 from remat.execution.eager.offloading import Offloader
-from remat.execution.eager.rewrite import Counts
+from remat.execution.eager.region_tape import Counts
 from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.execution.eager.running_forward import RunningForward
 from remat.execution.early_forwards import EarlyForwards, complete

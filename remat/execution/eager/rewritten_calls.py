@@ -12,7 +12,8 @@ from torch import fx
 from remat.evaluation.plan import OffloadRef, RegionRef
 from remat.execution.eager.offloading import CallOffloads, Offloader, offloads_in
 from remat.execution.eager.products import require_products
-from remat.execution.eager.rewrite import CallRegion, Counts, RegionWatch, RewriteOptions, rewrite
+from remat.execution.eager.region_tape import Counts, RegionWatch, RewriteOptions
+from remat.execution.eager.rewrite import CallRegion, rewrite
 from remat.host.copies import Copies
 from remat.host.weights import HostWeights
 

@@ -30,7 +30,7 @@ from remat.capture.attention_masks import PADDED_BATCH, all_ones, masks_of
 from remat.capture.dynamo import named_tensors, without_cache
 from remat.errors import PlanMismatch, UsageError
 from remat.evaluation.plan import Plan, RegionRef
-from remat.execution.eager.rewrite import Counts, RegionWatch
+from remat.execution.eager.region_tape import Counts, RegionWatch
 from remat.execution.forwards import CurrentForward, ModuleForward
 from remat.execution.kernel_settings import KernelSettings
 from remat.execution.model_as_planned import checkpoints_itself, dtypes_of
