@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from benchmarks import report
 from remat.capture.nodes import captured_nodes
-from remat.execution.eager.rewrite import CallRegion, Counts, RewriteOptions, rewrite
+from remat.execution.eager.region_tape import Counts, RewriteOptions
+from remat.execution.eager.rewrite import CallRegion, rewrite
 
 SHORT, LONG = 8, 40
 ROUNDS, CALLS = 200, 3

@@ -115,7 +115,7 @@ class GraphAsPlanned:
                 f"make a plan for this model with its hooks (on {', '.join(new[:3])}). A hook that reads a number off "
                 "a tensor (`float()`, `item()`) has no plan: let it keep the tensor, detached, and read it later"
             )
-        return "use the model as planned, or make a plan for it as it is"
+        return "use the model as planned, make a plan for it as it is, or train without one after `remat.remove(model)`"
 
 
 def _remedy_for_mask(running: RunningForward, graph_module: fx.GraphModule) -> str | None:
