@@ -132,6 +132,63 @@ def counts() -> None:
     COUNT["calls"] += 1
 
 
+def scaled(x: torch.Tensor, by: torch.Tensor = torch.ones(2), *, plus: Any = torch.zeros(2)) -> torch.Tensor:  # noqa: B008
+    return x * by + plus
+
+
+class Constants:
+    shift = torch.zeros(2)
+
+
+@functools.lru_cache(maxsize=8)
+def positions(count: int) -> torch.Tensor:
+    return torch.arange(count)
+
+
+HALVED = functools.partial(torch.mul, torch.full((2,), 0.5))
+
+
+class Naming(nn.Module):
+    """Names tensors that no module holds: by a default, a partial function, a class and a cached function."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return HALVED(scaled(x)) + Constants.shift + positions(2)
+
+
+def tensors_named() -> list[torch.Tensor]:
+    assert scaled.__defaults__ and scaled.__kwdefaults__
+    return [scaled.__defaults__[0], scaled.__kwdefaults__["plus"], HALVED.args[0], Constants.shift]
+
+
+def test_tensors_that_code_names_are_fakes_while_borrowed_and_itself_afterwards() -> None:
+    model, before, mode = Naming(), tensors_named(), FakeTensorMode()
+    shared, real = SharedState(model, mode.from_tensor), positions(2)
+    for _ in range(2):
+        with shared.borrowed(), mode:
+            assert all(isinstance(each, FakeTensor) for each in (*tensors_named(), model(torch.zeros(2)), positions(2)))
+        assert all(now is then for now, then in zip(tensors_named(), before, strict=True))
+        assert not isinstance(positions(2), FakeTensor)
+    assert torch.equal(positions(2), real)
+
+
+def test_results_that_hold_no_tensor_stay_in_their_cache() -> None:
+    model, mode = Shaped(), FakeTensorMode()
+    kept = names(1)
+    with SharedState(model, mode.from_tensor).borrowed():
+        model(torch.zeros(2))
+    assert names(1) is kept and names.cache_info().currsize == 2
+
+
+@functools.lru_cache(maxsize=8)
+def names(count: int) -> list[str]:
+    return ["x"] * count
+
+
+class Shaped(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * len(names(2))
+
+
 class Counts(Model):
     def forward(self) -> None:
         COUNT["calls"] += 1

@@ -21,13 +21,14 @@ from remat.errors import PlanMismatch, UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import chunks_of
 from remat.evaluation.plan import Plan
+from remat.execution.apply import apply, counts_of
 from remat.planning.budget import Budget
 from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import FormChoice
 from remat.validation.validating import validate
 from remat.workload.workload import Workload
-from tests.toys import Block, every_block
+from tests.toys import Block, all_in_one, every_block, graph_of, plan_by_hand
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
@@ -175,3 +176,53 @@ def test_a_planned_step_that_is_gone_lets_go_of_its_model() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert gone() is None
+
+
+class Distilled:
+    """A step that is an object, and keeps a teacher and a count."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.teacher, self.calls = nn.Linear(8, 8).requires_grad_(False), 0
+
+    def __call__(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return (model(x) - self.teacher(x)).square().mean()
+
+
+class Criterion(nn.Module):
+    def forward(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+
+@pytest.mark.parametrize("step", [Distilled(), Criterion()], ids=lambda step: type(step).__name__)
+def test_a_step_may_be_an_object_that_is_called(step: Any) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+
+    workload = Workload("object", build, lambda samples, _: torch.ones(samples, 8), step, batch_size=64)
+    graph = graph_of(workload)
+    assert getattr(step, "calls", 0) == 0
+    model, planned = build(), apply(build(), plan_by_hand(graph, all_in_one(graph)))
+    for each in (model, planned):
+        step(each, workload.batch(64, None)).backward()
+    assert counts_of(planned).regions > 0
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), planned.parameters(), strict=True))
+
+
+def test_code_without_a_file_or_a_module_is_planned() -> None:
+    made: dict[str, Any] = {"torch": torch, "nn": nn}
+    exec(
+        "def act(x): return torch.tanh(x)\n"
+        "class Made(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = nn.Linear(8, 8)\n"
+        "    def forward(self, x): return act(self.layer(x))\n",
+        made,
+    )
+    build = made["Made"]
+    workload = Workload("made", build, lambda n, _: torch.ones(n, 8), lambda m, x: m(x).sum(), batch_size=4)
+    assert build.__module__ is None or build.__module__ == "builtins"
+    assert graph_of(workload).nodes

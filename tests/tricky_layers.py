@@ -224,6 +224,19 @@ class Queue(nn.Module):
         return x * self.bank.sum(0).cos()
 
 
+class SparseMask(nn.Module):
+    """Keeps a sparse mask, as Whisper does its heads for alignment; training does not read it."""
+
+    def __init__(self, *, reads: bool = False) -> None:
+        super().__init__()
+        self.linear, self.reads = nn.Linear(WIDTH, WIDTH), reads
+        self.register_buffer("mask", torch.eye(WIDTH).to_sparse(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return torch.sparse.mm(self.mask, x[0]) if self.reads else x
+
+
 STATE: dict[str, Callable[[], nn.Module]] = {
     "batch-norm": lambda: Transposed(nn.BatchNorm1d(WIDTH)),
     "batch-norm-of-images": lambda: Images(nn.BatchNorm2d(WIDTH)),
@@ -237,6 +250,8 @@ STATE: dict[str, Callable[[], nn.Module]] = {
     "counted-scale": CountedScale,
     "read-then-written": ReadThenWritten,
     "queue": Queue,
+    "sparse-buffer": SparseMask,
+    "sparse-product": lambda: SparseMask(reads=True),
     "spectral-norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
     "weight-norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
 }

@@ -5,9 +5,19 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL")
+
+
+def as_function(callee: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function, a method or a partial function as it is; of another object that is called, its method."""
+    if isinstance(callee, (types.FunctionType, types.MethodType, functools.partial)):
+        return callee
+    method = getattr(callee, "forward", None) or type(callee).__call__  # of a module, or of any other object
+    bound: Callable[..., Any] = method if isinstance(method, types.MethodType) else method.__get__(callee)
+    return bound
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:

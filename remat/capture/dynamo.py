@@ -56,6 +56,7 @@ from remat.capture.elsewhere import CaptureDevice
 from remat.capture.generators import generators_kept
 from remat.capture.grouped_products import grouped_products
 from remat.capture.higher_order_ops import open_nodes
+from remat.capture.kept_tensors import strided_parts, with_parts
 from remat.capture.kernels_on_fakes import kernels_on_fakes
 from remat.capture.model_state import ModelState, SharedState
 from remat.capture.opaque_functions import opaque
@@ -523,6 +524,10 @@ def _copied(model: nn.Module, fake: Callable[[torch.Tensor], torch.Tensor]) -> n
 
 
 def _fake_like(tensor: torch.Tensor, mode: Any, device: torch.device) -> torch.Tensor:
+    if tensor.layout is not torch.strided:
+        with mode:
+            sparse = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, layout=tensor.layout)
+        return with_parts(sparse, [_fake_like(part, mode, device) for part in strided_parts(tensor)])
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):

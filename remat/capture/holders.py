@@ -6,9 +6,11 @@ import collections
 import copy
 import functools
 import itertools
+import sys
+import sysconfig
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from remat.capture.cached_functions import CACHED
 from remat.errors import CaptureError
 
 NUMBER, TENSOR, GROWN, OTHER = "number", "tensor", "list", "other"  # kinds of changes; a list that has grown
@@ -25,6 +28,7 @@ FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 FORWARD = "forward"
 
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, staticmethod, classmethod, property, type)
+_INSTALLED = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
 _LEFT_ALONE = (
     *("torch", "remat", "logging", "threading", "_thread", "multiprocessing", "concurrent", "asyncio", "weakref"),
     *("io", "re", "inspect", "contextlib", "pathlib", "datasets", "tokenizers"),
@@ -49,6 +53,24 @@ def is_left_alone(value: Any) -> bool:
     homes = [value] if isinstance(value, (type, types.FunctionType)) else type(value).__mro__[:-1]
     modules = [str(getattr(home, "__module__", "")) for home in homes]
     return any(_is_in(module, _LEFT_ALONE) and not _is_in(module, _LOOKED_INTO) for module in modules)
+
+
+def is_looked_into(value: Any, homes: Container[str]) -> bool:
+    """Return whether a function or a class that code names has state of the model too.
+
+    Of code that is installed, that of `homes` alone has, where classes of the model are: libraries name much of each
+    other.
+    """
+    if not isinstance(value, (types.FunctionType, functools.partial, CACHED, type)):
+        return False
+    home = str(getattr(value.func if isinstance(value, functools.partial) else value, "__module__", ""))
+    return home in homes or not _is_installed(home)
+
+
+@functools.cache
+def _is_installed(module: str) -> bool:
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return not file or file.startswith(_INSTALLED)
 
 
 def is_own(value: Any) -> bool:
@@ -198,6 +220,33 @@ class Globals(Attributes):
 
     def read(self) -> dict[Any, Any]:
         return {key: self._held[key] for key in self._names if key in self._held}
+
+
+class Defaults(Holder):
+    """Defaults of a function's arguments: by position, then by name."""
+
+    __slots__ = ()
+
+    def read(self) -> dict[Any, Any]:
+        return {**dict(enumerate(self._held.__defaults__ or ())), **(self._held.__kwdefaults__ or {})}
+
+    def write(self, items: dict[Any, Any]) -> None:
+        by_name = {key: each for key, each in items.items() if isinstance(key, str)}
+        by_position = tuple(each for key, each in items.items() if not isinstance(key, str))
+        self._held.__defaults__, self._held.__kwdefaults__ = by_position or None, by_name or None
+
+
+class PartialArguments(Holder):
+    """The arguments by position that a partial function holds."""
+
+    __slots__ = ()
+
+    def read(self) -> dict[Any, Any]:
+        return dict(enumerate(self._held.args))
+
+    def write(self, items: dict[Any, Any]) -> None:
+        partial = self._held
+        partial.__setstate__((partial.func, tuple(items.values()), partial.keywords, vars(partial)))
 
 
 class ClassAttributes(Attributes):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -56,6 +58,7 @@ def can_be_compared(tensor: torch.Tensor) -> bool:
 
 
 _COMPRESSED_PARTS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_GIVEN_PARTS = "remat_parts"
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _COMPRESSED_PARTS[0]),
@@ -63,12 +66,24 @@ _PARTS = {
 }
 
 
+def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """List the strided tensors that hold the data of `tensor`: itself, or the indices and values of a sparse one."""
+    if tensor.layout not in _PARTS:
+        return [tensor]
+    return getattr(tensor, _GIVEN_PARTS, None) or [getattr(tensor, part)() for part in _PARTS[tensor.layout]]
+
+
+def with_parts(sparse: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return `sparse`, a fake tensor, which has no parts of its own, with those of the tensor that it stands for."""
+    setattr(sparse, _GIVEN_PARTS, list(parts))
+    return sparse
+
+
 def _are_bitwise_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if (one.layout, one.dtype, one.shape) != (other.layout, other.dtype, other.shape):
         return False
     if one.layout in _PARTS:
-        parts = ((getattr(one, part)(), getattr(other, part)()) for part in _PARTS[one.layout])
-        return all(_are_bitwise_equal(*both) for both in parts)
+        return all(map(_are_bitwise_equal, strided_parts(one), strided_parts(other)))
     return torch.equal(*map(_bytes_of, (one, other)))
 
 

@@ -34,7 +34,8 @@ import torch
 from torch import nn
 
 from remat._torch.training import without_modes
-from remat.capture.code_names import globals_in
+from remat.capture.cached_functions import CACHED, forget_tensors
+from remat.capture.code_names import as_function, globals_in
 from remat.capture.generators import KeptGenerator, generator_of, global_generators, let_be_put_back
 from remat.capture.holders import (
     FORWARD,
@@ -44,13 +45,16 @@ from remat.capture.holders import (
     TENSOR,
     Attributes,
     ClassAttributes,
+    Defaults,
     GivenOnce,
     Globals,
     Holder,
+    PartialArguments,
     Slots,
     StateLost,
     container,
     is_left_alone,
+    is_looked_into,
     is_own,
     joined,
     slots_of,
@@ -60,7 +64,7 @@ from remat.capture.kept_tensors import KeptTensor
 MOST_OBJECTS = 100_000  # that are looked into, of those that are reached through code
 LARGEST_BYTES = 1 << 24  # of a tensor or an array that is reached through code
 
-_ATOMS = (*NUMBERS, type(None), type, torch.dtype, torch.device, torch.Size, enum.Enum, types.ModuleType, range)
+_ATOMS = (*NUMBERS, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, types.ModuleType, range)
 _TABLES = ("_modules", "_parameters", "_buffers")  # whose keys are attributes of their module
 
 
@@ -75,6 +79,7 @@ class ModelState:
 
     def __init__(self, model: nn.Module, *, data: bool = True, step: Callable[..., Any] | None = None):
         self.model = model
+        self._homes = {type(module).__module__ for module in model.modules()}
         self._begin(data, {})
         self._buffers = {id(buffer) for buffer in model.buffers()}
         with without_modes():
@@ -84,8 +89,8 @@ class ModelState:
             self._look_into_code()
             if step is not None:
                 self._without_models = True
-                self._entries.append(("step", step))
-                self._code.append(("step", step))
+                self._entries.append(("step", as_function(step)))
+                self._code.append(self._entries[-1])
                 self._look_into_code()
             self._shared_generators = self._generators[own_generators:]
             devices = {p.device for p in model.parameters() if p.device.type == "cuda"} if data else set()
@@ -98,6 +103,7 @@ class ModelState:
         self._holders: list[Holder] = []
         self._generators: list[KeptGenerator] = []
         self._tensors: list[KeptTensor] = []
+        self._cached: list[Any] = []  # functions, whose results may be tensors
         self.torch_generators: list[torch.Generator] = []
         self._code: list[tuple[str, Any]] = []  # functions and classes that are not looked into yet
         self._named: dict[int, set[str]] = {}  # globals that were noted, by the id of their table
@@ -110,6 +116,7 @@ class ModelState:
         Generators are left out.
         """
         found = ModelState.__new__(ModelState)
+        found._homes = self._homes
         found._begin(self._data, dict(self._own))
         found._code, found._own_holders = list(self._entries), 0
         found._without_models = self._without_models
@@ -122,6 +129,7 @@ class ModelState:
         """Restore the state. Raises StateLost, naming what could not be restored, after restoring everything else."""
         failures: list[tuple[str, Exception]] = []
         with without_modes():
+            self._forget_cached()
             everything: list[Holder | KeptTensor | KeptGenerator] = [*self._holders, *self._tensors, *self._generators]
             for kept in everything:
                 try:
@@ -183,6 +191,13 @@ class ModelState:
         """Replace each tensor by the result of `make`; only in the model's `own` state."""
         for holder in self._holders[: self._own_holders if own else None]:
             holder.replace(make)
+        if not own:
+            self._forget_cached()
+
+    def _forget_cached(self) -> None:
+        """Let cached functions forget tensors, which are fakes inside of a planned step, and real ones outside."""
+        for function in () if self._data else self._cached:
+            forget_tensors(function)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -228,8 +243,11 @@ class ModelState:
             self.torch_generators += [value] if isinstance(value, torch.Generator) else []
         elif isinstance(value, (tuple, frozenset)):
             return [(name, each) for each in value]
-        elif isinstance(value, FUNCTIONS):
+        elif isinstance(value, (*FUNCTIONS, type)):
             self._code += [] if is_own(value) else [(name, value)]
+        elif isinstance(value, CACHED):
+            self._cached.append(value)
+            return [(name, value.__wrapped__)]
         elif (holder := container(name, value)) is not None:
             return self._held(holder)
         elif not is_left_alone(value):
@@ -264,7 +282,8 @@ class ModelState:
         if isinstance(value, types.MethodType):
             yield from ((name, each) for each in (value.__self__, value.__func__))
         elif isinstance(value, functools.partial):
-            yield from ((name, each) for each in (value.func, value.args, value.keywords))
+            yield from ((name, each) for each in (value.func, value.keywords))
+            yield from self._held(PartialArguments(name, value))
         elif is_left_alone(value):
             return
         elif isinstance(value, type):
@@ -274,12 +293,15 @@ class ModelState:
         else:
             cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
             yield from ((joined(name, variable), cell) for variable, cell in cells)
-            yield from ((name, given) for given in (value.__defaults__, value.__kwdefaults__) if given)
+            if value.__defaults__ or value.__kwdefaults__:
+                yield from self._held(Defaults(name, value))
             yield from self._held(Attributes(name, vars(value)))
             known = self._named.setdefault(id(value.__globals__), set())
             names = globals_in(value.__code__) - known
             known |= names
             yield from self._held(Globals(str(value.__module__), value.__globals__, names))
+            named = ((key, value.__globals__.get(key)) for key in names)
+            yield from ((key, each) for key, each in named if is_looked_into(each, self._homes))
 
 
 class Numbers:

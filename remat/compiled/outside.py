@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from remat.capture.kept_tensors import strided_parts
 from remat.costing.operator_timing import device_target
 from remat.costing.workspaces import cublas_bytes
 from remat.errors import RematError, UsageError
@@ -79,7 +80,8 @@ def outside_of(
     """
     given = {id(each): each for each in tensors if isinstance(each, Tensor)}
     found = given | {id(each): each for each in model}
-    storages = {id(each.untyped_storage()): each.untyped_storage().nbytes() for each in found.values()}
+    parts = (part for each in found.values() for part in strided_parts(each))
+    storages = {id(each): each.nbytes() for each in map(Tensor.untyped_storage, parts)}
     parameters = [each for each in found.values() if isinstance(each, nn.Parameter) and each.requires_grad]
     gradients = sum(parameter.nbytes for parameter in parameters)
     others = sum(parameter.nbytes for parameter in parameters if id(parameter) not in given)

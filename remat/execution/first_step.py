@@ -35,6 +35,7 @@ from remat._torch.recording import unwrapped
 from remat._torch.training import clear_cublas_workspaces, fakes_are_on, is_wrapper, without_modes
 from remat.capture.dynamo import without_cache
 from remat.capture.holders import StateLost
+from remat.capture.kept_tensors import strided_parts
 from remat.capture.model_state import ModelState
 from remat.capture.trl_head import selects_rows
 from remat.capture.written_parameters import WrittenParameters
@@ -184,7 +185,7 @@ class FirstStep:
         there = [*self._model.parameters(), *self._model.buffers()]
         there += [p.grad for p in self._model.parameters() if p.is_leaf and p.grad is not None]
         planned = self._plan.predicted.get("breakdown", {})
-        state_bytes = sum(tensor.nbytes for tensor in there)
+        state_bytes = sum(part.nbytes for tensor in there for part in strided_parts(tensor))
         state_bytes += planned.get(OPTIMIZER_STATE, 0) + 2 * planned.get("batch", 0)
         return state_bytes + LOCALS * needed_bytes <= max(self._plan.budget_bytes, self._plan.predicted["peak_bytes"])
 

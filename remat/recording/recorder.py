@@ -31,6 +31,7 @@ from remat._torch.recording import autograd_node, backward_number, next_sequence
 from remat._torch.training import without_modes
 from remat.capture.anchors import module_path, module_paths, updates_statistics
 from remat.capture.circumstances import state_of, versions
+from remat.capture.kept_tensors import strided_parts
 from remat.capture.nodes import (
     around_regions,
     as_function,
@@ -210,7 +211,7 @@ class Recorder(Tracker):
     def __init__(self, alignment_bytes: int, buffers: Iterable[torch.Tensor], known: KnownValues):
         super().__init__(alignment_bytes)
         self._known = known
-        self._buffers = {id(buffer.untyped_storage()) for buffer in buffers}
+        self._buffers = {id(part.untyped_storage()) for buffer in buffers for part in strided_parts(buffer)}
         self._nodes: list[dict[str, Any]] = []
         self.index: dict[tuple[int, str], int] = {}  # (call, name in its graph) -> node
         self._current: int | None = None

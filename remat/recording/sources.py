@@ -31,7 +31,7 @@ import numpy as np
 from torch import nn
 
 from remat._torch.recording import untraced
-from remat.capture.code_names import codes_in, globals_in
+from remat.capture.code_names import as_function, codes_in, globals_in
 
 GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _SYSTEM_SOURCES = (
@@ -89,7 +89,7 @@ class Sources:
         found = cls()
         found._note(random)
         found._note(np.random)
-        found._note(step)
+        found._note(as_function(step))
         for module in model.modules():
             for value in vars(module).values():
                 found._note_kept(value)
@@ -122,7 +122,7 @@ class Sources:
             self.has_clock = True
         elif isinstance(value, types.FunctionType) and (value.__code__, kind) not in self._known:
             self._known.add((value.__code__, kind))
-            if value.__module__.partition(".")[0] not in _LIBRARIES:
+            if str(value.__module__).partition(".")[0] not in _LIBRARIES:
                 self._read(value, kind)
 
     def _read(self, function: types.FunctionType, kind: type | None) -> None:

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from remat._torch.recording import DEVICE, memory_format_of, untraced, unwrapped
 from remat._torch.training import UnseenMode
+from remat.capture.kept_tensors import strided_parts
 from remat.evaluation.graph import FROM_HOST, OpKind
 from remat.recording.in_place import InPlace
 from remat.recording.inner_nodes import InnerNodes
@@ -145,8 +146,9 @@ class Tracker(UnseenMode):
     def fix(self, *values: Any) -> int:
         """Mark all storages in `values` as fixed; return the bytes of those not fixed before."""
         total = 0
-        for tensor in tree_leaves(values):
-            if isinstance(tensor, torch.Tensor) and id(storage := tensor.untyped_storage()) not in self._ids:
+        tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+        for storage in (part.untyped_storage() for tensor in tensors for part in strided_parts(tensor)):
+            if id(storage) not in self._ids:
                 self._ids[id(storage)] = FIXED_STORAGE
                 self._keep[id(storage)] = storage
                 total += self._rounded(storage.nbytes())
