@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from remat._torch.dynamo import handlers
 from remat.capture.eager_answers import traced_as
 from remat.errors import CaptureError
+from remat.evaluation.plan import Region
 from remat.execution.apply import apply, counts_of
 from remat.models import REGISTRY, build
 from remat.recording.known_values import KnownValues
@@ -270,3 +271,67 @@ def test_a_size_that_depends_on_a_weight_is_refused() -> None:
     workload = Workload("routed", Routed, images, loss, 4)
     with pytest.raises(CaptureError, match=r"fails on fake tensors: DynamicOutputShapeException"):
         recorded(workload)
+
+
+# A model that asks a flag among its buffers
+
+FLAGS: dict[str, Callable[[bool], torch.Tensor]] = {
+    "a tensor of its own": lambda is_set: torch.Tensor([is_set]),
+    "made where the model is": lambda is_set: torch.tensor(is_set),
+    "a byte": lambda is_set: torch.tensor(int(is_set), dtype=torch.uint8),
+}
+
+
+class Flagged(nn.Module):
+    """Quantizes by a table, which the first forward fills unless the flag is set, as in libraries of such layers."""
+
+    def __init__(self, flag: Callable[[bool], torch.Tensor], *, is_set: bool, asks_last: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.asks_last = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH), asks_last
+        self.register_buffer("filled", flag(is_set))
+        self.register_buffer("table", torch.ones(4, WIDTH))
+
+    def fill(self, x: torch.Tensor) -> torch.Tensor:
+        if self.filled:
+            return x
+        self.table.copy_(x[:4].detach())
+        self.filled.fill_(1)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.down(F.gelu(self.up(x)))
+        if self.asks_last:
+            return self.fill(x)
+        x = self.fill(x)
+        nearest = torch.cdist(x.detach(), self.table).argmin(-1)
+        return x + (self.table[nearest] - x).detach()
+
+
+def flagged(name: str, **options: bool) -> Workload:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Flagged(FLAGS[name], **options)
+
+    return Workload("flagged", build, lambda n, _: torch.randn(n, WIDTH), lambda m, x: m(x).square().mean(), 64)
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("asks_last", [False, True])
+def test_a_flag_that_no_forward_sets_is_known_and_its_graph_call_may_have_no_nodes(name: str, asks_last: bool) -> None:
+    workload = flagged(name, is_set=True, asks_last=asks_last)
+    graph = graph_of(workload)
+    assert [len(nodes) for nodes in graph.call_nodes].count(0) == 1
+    plan = plan_by_hand(graph, [Region(0, 2)])
+    plain, planned = workload.build(), apply(workload.build(), plan)
+    for seed in range(2):
+        for each in (plain, planned):
+            torch.manual_seed(seed)
+            workload.step(each, workload.batch(64, None)).backward()
+    assert counts_of(planned).regions == 2
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), planned.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_flag_that_a_forward_sets_is_refused_with_the_remedy(name: str) -> None:
+    with pytest.raises(CaptureError, match="let `build` return the model with the flag set"):
+        graph_of(flagged(name, is_set=False))

@@ -438,15 +438,20 @@ def cache_builders(model: nn.Module) -> list[Any]:
 
 
 def fake_model(
-    build: Callable[[], nn.Module], mode: Any, device: torch.device, step: Callable[..., Any] | None = None
+    build: Callable[[], nn.Module],
+    mode: Any,
+    device: torch.device,
+    step: Callable[..., Any] | None = None,
+    note: Callable[[torch.Tensor, torch.Tensor], None] = lambda fake, tensor: None,
 ) -> tuple[nn.Module, SharedState]:
     """Call `build()` on the meta device, and replace every tensor of the model by a fake tensor on `device`.
 
-    Return the model, and the state that it and a `step` that calls it share with the rest of the program.
+    Return the model, and the state that it and a `step` that calls it share with the rest of the program. `note` is
+    given each fake, and the tensor that it stands for.
 
     Tied parameters stay tied. A model that has data is copied: it may be the caller's own. A `build` that reads values
-    of its tensors, as `torch.linspace(0, 0.1, depth).tolist()`, makes its model in host memory. Raises `CaptureError`
-    if the model cannot be built.
+    of its tensors, as `torch.linspace(0, 0.1, depth).tolist()`, makes its model in host memory; so does one with flags
+    among its buffers, for their values. Raises `CaptureError` if the model cannot be built.
     """
     try:
         model = _built(build, "meta")
@@ -477,6 +482,7 @@ def fake_model(
             return tensor
         if id(tensor) not in fakes:
             fakes[id(tensor)] = (tensor, _fake_like(tensor, mode, device))
+            note(fakes[id(tensor)][1], tensor)
         return fakes[id(tensor)][1]
 
     if any(parameter.device.type != "meta" for parameter in model.parameters()):
@@ -488,7 +494,19 @@ def fake_model(
             f"`build` returned a model without a training mode ({error}): a program of torch.export has none. Return "
             "the module that it was exported from."
         ) from error
-    return model, SharedState(model, fake, step)
+    flags = [name for name, buffer in model.named_buffers() if buffer.is_meta and _is_flag(buffer)]
+    shared = SharedState(model, fake, step)
+    if flags:
+        with generators_kept():
+            values = dict(_built(build, "cpu").named_buffers())
+        for name in flags:
+            note(model.get_buffer(name), values[name])
+    return model, shared
+
+
+def _is_flag(buffer: torch.Tensor) -> bool:
+    """Return whether a forward may branch on the value of `buffer`."""
+    return buffer.numel() == 1 and buffer.dtype in (torch.bool, torch.uint8)
 
 
 def _built(build: Callable[[], nn.Module], device: str) -> nn.Module:

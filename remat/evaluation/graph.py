@@ -43,6 +43,7 @@ OUTSIDE = -1  # Node.call of operators outside the captured graphs
 CAST = "aten._to_copy.default"  # the operator kind that changes the dtype
 MADE_AGAIN = (CAST, "aten.lift_fresh.default")  # kinds whose result is never saved; the second brings in a constant
 DRAWN_LENGTHS = "drawn_lengths"  # key of `Graph.about`: whether lengths of sequences depend on what the batch draws
+GRAPH_CALLS = "graph_calls"  # key of `Graph.about`: how many a step makes, where the last of them have no nodes
 CALLED_MODULES = "called_modules"  # key of `Graph.about`: paths of the modules whose forward was called
 IDENTITY = ("anchor", "tensors", "draws", "made_bytes")  # fields of a Node that its `NodeId` has too
 UNKNOWN = -1  # Node.tensors in a record from before nodes had an identity
@@ -313,12 +314,12 @@ class Graph:
 
     @functools.cached_property
     def call_nodes(self) -> tuple[tuple[int, ...], ...]:
-        """The nodes of every graph call, in order."""
+        """The nodes of every graph call, in order; a graph may have none, and only hand a value on."""
         calls: dict[int, list[int]] = {}
         for i, node in enumerate(self.nodes):
             calls.setdefault(node.call, []).append(i)
-        calls.pop(OUTSIDE, None)
-        return tuple(tuple(calls[call]) for call in sorted(calls))
+        count = max(max(calls, default=OUTSIDE) + 1, self.about.get(GRAPH_CALLS, 0))
+        return tuple(tuple(calls.get(call, ())) for call in range(count))
 
     @functools.cached_property
     def fingerprints(self) -> tuple[str, ...]:

@@ -110,7 +110,7 @@ class FakeStep:
         self.eager_context = contextlib.nullcontext if elsewhere is None else elsewhere.kernels
         self._outside: Any = None  # the kernels of untraced code, while a forward or a backward runs
         self.known = KnownValues()
-        self.model, self.shared = fake_model(workload.build, self.mode, device, workload.step)
+        self.model, self.shared = fake_model(workload.build, self.mode, device, workload.step, self.known.note_constant)
         if modules_under_plans(self.model):
             raise CaptureError(
                 "`build` returned a model that a plan is applied to: plan the model without it (`remat.remove(model)`)."
@@ -406,7 +406,8 @@ class FakeStep:
                 f"the step of {self.workload.name!r} reads a number off a tensor (`item()`, `float()`, `if tensor`)"
                 f"{line_of(error)}, and no tensor has data while planning. Compute without that number (a hook: keep "
                 "the tensor, detached, and read it later), keep a "
-                "counter as a Python number in place of a buffer, or turn it off (a layer drop: set `layerdrop` to 0)."
+                "counter as a Python number in place of a buffer, or turn it off (a layer drop: set `layerdrop` to 0). "
+                "A flag in a buffer is known if no forward sets it: let `build` return the model with the flag set."
             ) from error
         except Exception as error:
             raise CaptureError(

@@ -7,7 +7,8 @@ alone is computed for the twins too. Where a shape or a number is asked for, the
 
 Rule 1  In the making of a batch random numbers are known too: drawn from a generator of their own. Once it is made,
         random floats are not: what they steered (a mask, lengths, labels) is. In a step no random number is known, nor
-        is anything that depends on one, on a weight or on a buffer.
+        is anything that depends on one, on a weight or on a buffer. Except for a buffer of one number that no forward
+        writes into: a flag (`if self.initialized`).
 Rule 2  Twins are views of each other where the fakes are. What is written into with unknown values is unknown.
 Rule 3  Only small results are known (`MOST_INTEGERS`, `MOST_FLOATS`): what decides a shape is not large.
 Rule 4  What is drawn in the making of a batch, or computed out of that, is known to be so: training draws others.
@@ -64,6 +65,7 @@ class KnownValues(UnseenMode):
         self._generator: torch.Generator | None = None
         self._drawn: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # (Rule 4)
         self._floats: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # of random floats of a batch
+        self._constants: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # of flags
         self.drawn_lengths = False  # whether lengths were read that are drawn
 
     @contextlib.contextmanager
@@ -93,6 +95,13 @@ class KnownValues(UnseenMode):
         """Return the values of a fake tensor, on the host; None if they are not known."""
         twin = self._twin_of(tensor)
         return None if twin is None or twin.untyped_storage().data_ptr() in self._stale else twin
+
+    def note_constant(self, fake: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Note the value of a tensor of one number, which is known until something writes into it. (Rule 1)"""
+        has_value = tensor.device.type == "cpu" and tensor.layout is torch.strided and type(tensor) is torch.Tensor
+        if has_value and tensor.numel() == 1 and not tensor.requires_grad:
+            self.note(fake, tensor.detach().clone())
+            self._constants.add(fake.untyped_storage())
 
     def hold_for(self, copy: torch.Tensor, tensor: torch.Tensor) -> None:
         """Give `copy` the known values of `tensor`."""
@@ -134,6 +143,10 @@ class KnownValues(UnseenMode):
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """Return whether all inputs of `func` are known, and its result on their values."""
+        if func._schema.is_mutable and any(
+            isinstance(arg, FakeTensor) and arg.untyped_storage() in self._constants for arg in args
+        ):
+            return False, None
         if func in _SHAPE_ONLY:
             args = (_stand_in(args[0], kwargs.get("dtype")), *args[1:])
         if any(isinstance(arg, FakeTensor) and self.of(arg) is None for arg in args):  # as nearly always, and at once

@@ -53,6 +53,7 @@ from remat.evaluation.graph import (
     DRAWN_LENGTHS,
     DRAWN_OUTSIDE,
     FORWARD_ALONE,
+    GRAPH_CALLS,
     IDENTITY,
     KEPT_OUTSIDE,
     OPTIMIZER_STATE,
@@ -138,6 +139,8 @@ def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) ->
         first_step_bytes=first_step_bytes + sum(size for size, _ in held),
         held_outputs=(*held, *replaced),
     )
+    if (calls := step.forwards[-1].first + step.forwards[-1].calls) > len(graph.call_nodes):
+        graph = dataclasses.replace(graph, about={**graph.about, GRAPH_CALLS: calls})
     if kept := _kept_outside(graph):
         graph = dataclasses.replace(graph, about={**graph.about, KEPT_OUTSIDE: kept})
     if repeats is not None:
