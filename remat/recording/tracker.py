@@ -51,7 +51,14 @@ _MADE_AGAIN = {torch.ops.aten._to_copy.default, torch.ops.aten.lift_fresh.defaul
 _FORMATS = {
     torch.ops.aten.native_batch_norm.default: 0,
     torch.ops.aten.native_batch_norm_backward.default: 1,
+    torch.ops.aten.native_group_norm.default: 0,
+    torch.ops.aten.native_group_norm_backward.default: 1,
+    torch.ops.aten.reflection_pad2d_backward.default: 1,
+    torch.ops.aten.replication_pad2d_backward.default: 1,
     torch.ops.aten.roll.default: 0,
+    torch.ops.aten.upsample_bicubic2d.default: 0,
+    torch.ops.aten.upsample_bilinear2d.default: 0,
+    torch.ops.aten.upsample_nearest2d.default: 0,
 }
 _STRIDES_OF_FIRST = {
     torch.ops.aten.elu_backward.default,
@@ -60,6 +67,11 @@ _STRIDES_OF_FIRST = {
     torch.ops.aten.softplus_backward.default,
 }
 _PLAIN = {torch.ops.aten.log_sigmoid_forward.default, torch.ops.aten.glu_backward.default}
+
+# Of dimensions of size 1, by whose strides a convolution of one channel or one pixel chooses its layout, fakes keep
+# strides that kernels make anew: in views, and in elementwise results of contiguous tensors of one shape.
+_VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+_KEEP_STRIDES = {torch.ops.aten.clone.default, torch.ops.aten.hardtanh.default}
 
 
 @dataclasses.dataclass
@@ -179,7 +191,8 @@ class Tracker(UnseenMode):
             return self._answer(args[0])
         if func is _SET:
             self.replaced(args[0])
-        out = with_reserve(func, args, _as_kernel(func, args, func(*args, **kwargs)))
+        out = _with_ones_laid_out(func, args, func(*args, **kwargs))
+        out = with_reserve(func, args, _as_kernel(func, args, out))
         if self.alignment_bytes == 1:  # of a CPU
             out = _laid_out(func, args, out)
         op = self.op_count
@@ -391,10 +404,40 @@ def _laid_out(func: Any, args: Any, out: Any) -> Any:
     else:
         return out
     if isinstance(out, torch.Tensor):
-        return out.contiguous(memory_format=layout)
+        return torch.empty_like(out, memory_format=layout)
     if func in _FORMATS:
-        return (out[0].contiguous(memory_format=layout), *out[1:])
+        return (torch.empty_like(out[0], memory_format=layout), *out[1:])
     return tuple(tensor.contiguous() for tensor in out)
+
+
+def _with_ones_laid_out(func: Any, args: Any, out: Any) -> Any:
+    """Correct the strides of dimensions of size 1 to those of the real kernel, on any device."""
+    if not isinstance(out, FakeTensor) or 1 not in out.shape:
+        return out
+    if func in _VIEWS:
+        step = args[0].stride(-1) if args[0].dim() else 1
+    elif _is_elementwise_in_order(func, args, out):
+        step = 1
+    else:
+        return out
+    strides: list[int] = []
+    for size, stride in zip(reversed(out.shape), reversed(out.stride()), strict=True):
+        strides.insert(0, step if size == 1 else stride)
+        step = size * strides[0]
+    return out if out.stride() == tuple(strides) else out.as_strided(out.shape, strides)
+
+
+def _is_elementwise_in_order(func: Any, args: Any, out: torch.Tensor) -> bool:
+    """Return whether a kernel passes over contiguous tensors of the result's shape alone (`TensorIterator.cpp`)."""
+    if torch.Tag.pointwise not in func.tags or func._schema.is_mutable or func in _KEEP_STRIDES:
+        return False
+    wrapped = func._overloadname == "Scalar"
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if isinstance(value, torch.Tensor):
+            wrapped |= value.shape != out.shape or not value.is_contiguous()
+        else:
+            wrapped |= isinstance(argument.type, torch.TensorType)  # a number in a tensor's place
+    return not wrapped
 
 
 def _describe(value: Any) -> Any:
