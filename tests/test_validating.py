@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -36,6 +37,7 @@ from tests.toys import (
     CPU,
     TRANSFORMER_BF16,
     Transformer,
+    all_in_one,
     every_block,
     graph_of,
     plan_by_hand,
@@ -256,6 +258,46 @@ def test_a_captured_program_that_runs_other_kernels_fails() -> None:
     assert not report.kernels_equal
     assert any("baseline none; planned aten.pow" in line for line in report.kernel_differences)
     assert not report.passed
+
+
+@torch.jit.script
+def turned(x, y):  # type: ignore[no-untyped-def]
+    """Two rotations, whose kernels TorchScript runs in an order of its own."""
+    left, right = torch.cat((-x[..., 4:], x[..., :4]), -1), torch.cat((-y[..., 4:], y[..., :4]), -1)
+    return x * 0.5 + left, y * 0.25 + right
+
+
+def turned_by_torch(x: torch.Tensor) -> torch.Tensor:
+    return torch.add(*turned(x, x.square()))
+
+
+def scaled_by_numpy(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.from_numpy(np.log(np.linspace(1.0, 2.0, 8))).float()
+
+
+@pytest.mark.parametrize(
+    ("function", "note"),
+    [
+        pytest.param(turned_by_torch, "The plan runs TorchScript's turned as traced", id="torchscript"),
+        pytest.param(scaled_by_numpy, "The plan runs NumPy's linspace, log as traced", id="numpy"),
+    ],
+)
+def test_functions_whose_kernels_tracing_makes_anew_are_compared_as_traced(
+    function: Callable[[torch.Tensor], torch.Tensor], note: str
+) -> None:
+    class Layer(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + function(super().forward(x))
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(Layer(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)))
+
+    workload = Workload("traced", build, lambda n, _: torch.randn(n, 8), lambda m, x: m(x).square().mean(), 32)
+    graph = graph_of(workload)
+    report = on_cpu(workload, plan_by_hand(graph, all_in_one(graph), budget_bytes=1 << 20))
+    assert report.passed, report
+    assert report.recomputed_nodes["observed"]
+    assert any(said.startswith(note) for said in report.notes)
 
 
 class Unpacks(Transformer):

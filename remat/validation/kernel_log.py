@@ -6,6 +6,7 @@ import contextlib
 import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -116,6 +117,19 @@ def _value(value: Any) -> str:
     if isinstance(value, (bool, int, float, str, torch.dtype)) or value is None:
         return str(value)
     return type(value).__name__
+
+
+@contextlib.contextmanager
+def scripted_functions() -> Iterator[set[str]]:
+    """Note the names of the TorchScript functions that are called within."""
+    found, call = set[str](), torch.jit.ScriptFunction.__call__
+
+    def noted(function: Any, *args: Any, **kwargs: Any) -> Any:
+        found.add(function.name)
+        return call(function, *args, **kwargs)
+
+    with mock.patch.object(torch.jit.ScriptFunction, "__call__", noted):
+        yield found
 
 
 def without_heads(untouched: Sequence[str], planned: Sequence[str]) -> tuple[list[str], list[str]]:

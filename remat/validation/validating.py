@@ -23,6 +23,8 @@ Rule 5  Gradients are compared bit by bit; those that a chunked loss sums in sli
         nothing is recomputed, and every group is held to float64 (`groups.py`). Where they differ, the eager baseline
         is run twice: if it does not repeat itself (kernels with atomic additions), the planned one may be `NOISE` times
         as far away.
+Rule 6  Tracing makes torch's kernels of NumPy's functions, and of TorchScript's, which in eager mode run in an order of
+        their own. If the step calls such functions, kernels are those of the traced step without recomputation.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from remat.execution.eager.region_tape import Counts
 from remat.execution.modules.regions import ModuleCounts
 from remat.units import first_few, gib
 from remat.validation.groups import GroupsSeen, far_from
-from remat.validation.kernel_log import KernelLog, kernel_differences, without_heads
+from remat.validation.kernel_log import KernelLog, kernel_differences, scripted_functions, without_heads
 from remat.validation.prediction import PredictedHere, Progress, predict
 from remat.validation.report import Report
 from remat.validation.sizes import RecordedStep, TriedSizes
@@ -63,6 +65,7 @@ from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, require_workload
 
 NOISE = 4.0  # Rule 5
+OF_NUMPY = "wrapped_"  # with which Dynamo's names of NumPy's functions begin
 
 
 @generators_kept()
@@ -130,11 +133,12 @@ def _place(device: str | torch.device | None) -> PlanningDevice:
 
 @dataclasses.dataclass(frozen=True)
 class _FirstStep:
-    """Loss and gradients of a first step, on the host, and the kernels that it ran."""
+    """Loss and gradients of a first step, on the host, the kernels that it ran, and TorchScript functions it called."""
 
     loss: torch.Tensor
     gradients: list[torch.Tensor | None]
     kernels: list[str]
+    scripted: frozenset[str] = frozenset()
 
 
 def _first_step(training: Training, kernels: KernelLog | None = None) -> _FirstStep:
@@ -353,7 +357,9 @@ class _Validation:
 
     def _untouched(self, training: Training) -> tuple[_FirstStep, dict[str, int] | None]:
         training.begin_again()
-        found = _first_step(training, KernelLog())
+        with scripted_functions() as scripted:
+            found = _first_step(training, KernelLog())
+        found = dataclasses.replace(found, scripted=frozenset(scripted))
         if not self.fits:
             return found, None
         training.finish()
@@ -362,11 +368,11 @@ class _Validation:
 
     def _compare(self, training: Training, expected: _FirstStep) -> _Comparison:
         form, far = form_of(self.plan.about), list[str]()
-        fused, kernels_expected = form.fused, expected.kernels
+        fused, kernels_expected, otherwise = form.fused, expected.kernels, self._traced_otherwise(expected)
         if fused:
             expected, far = self._unrecomputed(training, expected)
             kernels_expected = expected.kernels
-        elif form.rows:
+        elif form.rows or otherwise:
             kernels_expected = self._kernels_unrecomputed(training)
         self._apply(training, self.plan.regions)
         kernels = KernelLog()
@@ -398,6 +404,11 @@ class _Validation:
             distance = self._against_noise(training, expected, distance, set(sums.ratios))
         if form.rows:
             self.notes.append("Kernels are compared with those of chunked MLPs without recomputation.")
+        elif otherwise and not fused:
+            self.notes.append(
+                f"The plan runs {' and '.join(otherwise)} as traced: kernels are compared with those of the traced "
+                "step in which nothing is recomputed."
+            )
         elif form.chunks:
             kernels_expected, kernels_found = without_heads(kernels_expected, found.kernels)
             self.notes.append("Kernels are compared outside of the chunked loss.")
@@ -417,6 +428,13 @@ class _Validation:
             offloads,
             () if self._runs_other_kernels else kernel_differences(kernels_expected, kernels_found),
         )
+
+    def _traced_otherwise(self, untouched: _FirstStep) -> list[str]:
+        """Describe the functions whose kernels tracing orders or makes anew. (Rule 6)"""
+        ops = {node.op for node in self.compared.graph.nodes}
+        of_numpy = sorted(op.removeprefix(OF_NUMPY) for op in ops if op.startswith(OF_NUMPY))
+        found = {"TorchScript's": sorted(untouched.scripted), "NumPy's": of_numpy}
+        return [f"{whose} {first_few(names)}" for whose, names in found.items() if names]
 
     def _moved(self, training: Training) -> dict[str, int]:
         """Count the storages that went to the host and came back in the last step."""
