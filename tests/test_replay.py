@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,9 +23,10 @@ from remat.capture.schemas import makes_nothing
 from remat.cli import screen
 from remat.costing.costs import estimated_costs
 from remat.costing.planning_device import find_planning_device
+from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import MADE_AGAIN, Graph
-from remat.evaluation.plan import Region, to_refs
+from remat.evaluation.plan import Plan, Region, to_refs
 from remat.execution.eager.replay import replay
 from remat.execution.eager.saving import Replay, Save
 from remat.formulation.problem import Problem
@@ -39,6 +41,7 @@ from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.recording.tracker import Tracker
 from remat.solvers import load
+from remat.units import gib
 from remat.workload.training_loop import TrainingLoop
 from tests import toys
 
@@ -237,3 +240,24 @@ def test_a_plan_s_peak_is_the_replay_s_and_says_what_the_evaluator_says_else(
     assert [row for row in shown if "evaluator" in row[2]] == [
         ("", f"-{more_bytes} B", "error of the evaluator; the predicted peak is the replay's")
     ] * bool(more_bytes)
+
+
+def test_the_least_budget_that_a_refusal_names_is_kept_in_a_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here every plan needs more as it runs than by the evaluator, by bytes of its own."""
+    place_ = find_planning_device("h100-80gb")
+    step = fake_step(toys.TRANSFORMER.sized(64), place_)
+    profile = profile_step(step, place_)
+    replayed = Judge.peak
+    monkeypatch.setattr(Judge, "peak", lambda *args: replayed(*args) + 512 * (3 + len(args[2]) % 5))
+
+    def planned(limit: int) -> Plan:
+        return plan_profile(profile, Budget(limit, limit), limits=Limits(time_s=10), step=step, numerics="bitwise")
+
+    with pytest.raises(Infeasible, match="As it runs, the plan of this peak needs") as refused:
+        planned(1 << 10)
+    least = refused.value.minimum_budget_bytes
+    assert least is not None
+    assert planned(least).predicted["peak_bytes"] <= least
+    with pytest.raises(NoPlanInTime, match=rf"A budget of {least}B \({re.escape(gib(least))}\) will do") as late:
+        planned(least - 512)
+    assert f"Best replayed peak: {gib(least)}." in str(late.value)

@@ -31,7 +31,6 @@ from remat.planning.assemble import assemble, predict
 from remat.planning.forms import StepForm
 from remat.planning.planner import headroom_on_top, studied
 from remat.planning.portfolio import BestPlan, fastest
-from remat.planning.refusals import infeasible
 from remat.planning.request import PlanRequest, RequestKeywords
 from remat.planning.search import search
 from remat.planning.study import FoundPlan, Study
@@ -269,7 +268,7 @@ class _Comparing:
                 row = self._row(name, found, bound_us)
                 rows.append(dataclasses.replace(row, strategy=captured if name == "exact" else name))
         if not any(row.fits for row in rows) and any(row.status == "infeasible" for row in rows):
-            raise infeasible(self._problem, self._study.least(self._at, self._limits))
+            raise study.refused(self._at, self._budget_bytes, self._limits)
         return Comparison(
             budget_bytes=self._budget_bytes,
             rows=tuple(sorted(rows, key=lambda row: row.rank)),

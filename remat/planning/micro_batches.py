@@ -39,7 +39,6 @@ from remat.planning.links import beside_state, require_offloads
 from remat.planning.planner import plan_study
 from remat.planning.portfolio import fastest
 from remat.planning.profiling import VariantProfiles, fake_step, profile_step
-from remat.planning.refusals import infeasible
 from remat.planning.request import PlanRequest
 from remat.planning.study import FoundPlan, Study
 from remat.planning.untraced import with_untraced
@@ -512,8 +511,8 @@ class MicroBatches:
     def refusal(self, window: Window) -> Infeasible:
         """Return the refusal: not even one sample at a time fits."""
         study, limit_bytes = self.study_of(window), self.budget.limit_bytes
-        refusals = (infeasible(study.problem(at, limit_bytes), study.least(at, self.limits)) for at in _forms_of(study))
-        return min(refusals, key=lambda refusal: refusal.minimum_budget_bytes or 0)
+        at = min(_forms_of(study), key=lambda at: study.least(at, self.limits).peak_bytes)
+        return study.refused(at, limit_bytes, self.limits)
 
 
 def _forms_of(study: Study) -> list[StepForm]:

@@ -312,7 +312,10 @@ class _FormSearch:
                 "chunks of its loss; raise --time-limit."
             )
         late = [error for error in refused if isinstance(error, NoPlanInTime)]
-        return min(late or refused, key=_least_budget)  # final only if every form refuses
+        if late or not self._judges:
+            return min(late or refused, key=_least_budget)  # final only if every form refuses
+        at, _ = min(self._refused.items(), key=lambda item: _least_budget(item[1]))
+        return self._study.refused(at, self._budget_bytes, self._limits)
 
 
 def _least_budget(error: Refusal) -> float:

@@ -19,18 +19,22 @@ from remat.units import gib, gib_above
 ENDED_EARLY_SHARE = 0.4  # of the time: a solver that took less ended by itself, since it gets at least half of it
 
 
-def infeasible(problem: Problem, least: LeastPeak) -> Infeasible:
-    """Return the refusal with the least sufficient budget and its breakdown."""
+def infeasible(problem: Problem, least: LeastPeak, replayed_bytes: int | None = None) -> Infeasible:
+    """Return the refusal with the least sufficient budget and its breakdown.
+
+    replayed_bytes  peak of the plan with the least peak as it runs; None if it was not replayed
+    """
+    enough = max(least.peak_bytes, replayed_bytes or 0)
     memory = problem.memory.offloading(problem.with_budget(0).offloads_of(least.regions))
     parts = at_peak(memory, least.regions)
     curve = memory.curve(least.regions)
     listing = ", ".join(f"{name} {gib(size)}" for name, size in sorted(parts.items(), key=lambda item: -item[1]))
     return Infeasible(
         f"budget {gib(problem.budget_bytes)} is below the least possible peak{_least(least, problem.budget_bytes)} "
-        f"({where(problem.graph, int(curve.op[curve.peak_at]))}): {listing}. "
+        f"({where(problem.graph, int(curve.op[curve.peak_at]))}): {listing}. {_running(enough, least.peak_bytes)}"
         f"{_outside(problem.graph)}"
         f"Raise the budget, reduce the batch, or shrink the largest item.{_of_forwards(problem.graph)}",
-        minimum_budget_bytes=least.peak_bytes,
+        minimum_budget_bytes=enough,
         breakdown=parts,
     )
 
@@ -84,6 +88,11 @@ def _least(least: LeastPeak, budget_bytes: int) -> str:
         return f" {gib_above(least.peak_bytes, budget_bytes)}"
     proved = f"no plan stays below {gib(least.bound_bytes)}, and " if least.bound_bytes > budget_bytes else ""
     return f", which is not known exactly: {proved}the best plan that was found needs {gib(least.peak_bytes)}"
+
+
+def _running(enough: int, peak_bytes: int) -> str:
+    """Name the peak of the plan with the least peak as it runs, if that is higher."""
+    return f"As it runs, the plan of this peak needs {gib_above(enough, peak_bytes)}. " if enough > peak_bytes else ""
 
 
 def _of_forwards(graph: Graph) -> str:

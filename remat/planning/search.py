@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from remat.costing.profile import Profile
-from remat.errors import NoPlanInTime
+from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.evaluator import Curve, Memory
 from remat.evaluation.form import form_of
 from remat.evaluation.plan import Offload, Region, to_refs
@@ -27,7 +27,7 @@ from remat.offloading.refs import to_offload_refs
 from remat.planning.refusals import infeasible, not_found
 from remat.recording.fake_step import FakeStep
 from remat.solvers import Solver
-from remat.solvers.least_peak import least_peak
+from remat.solvers.least_peak import LeastPeak, least_peak
 from remat.units import gib
 
 OnReplay = Callable[[int, int], None]
@@ -154,10 +154,19 @@ def _evaluated(problem: Problem, found: Solution) -> int:
     return problem.memory.offloading(found.offloads).curve(found.regions).peak_bytes
 
 
-def _least_as_it_runs(problem: Problem, judge: Judge | None, limits: Limits) -> int:
-    """Return the peak of the plan with the least peak."""
-    least = least_peak(problem, limits)
-    return least.peak_bytes if judge is None else judge.peak(problem, least.regions)
+def least_as_it_runs(problem: Problem, least: LeastPeak, judge: Judge | None) -> Solution:
+    """Return the plan with the least peak, offloading all that the link carries, with its peak as it runs."""
+    problem = problem.with_budget(least.peak_bytes)
+    regions, offloads = least.regions, problem.offloads_of(least.regions)
+    found = Solution("least-peak", "feasible", regions, problem.objective_ns(regions) / NS, offloads=offloads)
+    if judge is None:
+        return dataclasses.replace(found, replayed_bytes=least.peak_bytes)
+    return as_it_runs(problem, found, judge)
+
+
+def refused(problem: Problem, least: LeastPeak, judge: Judge | None) -> Infeasible:
+    """Refuse a budget that no plan keeps, with the least one that a plan keeps as it runs."""
+    return infeasible(problem, least, least_as_it_runs(problem, least, judge).replayed_bytes)
 
 
 def solve_within(
@@ -170,27 +179,20 @@ def solve_within(
     found = search(problem, execution, solver, judge, limits, may_need_none=True)
     if found.fits:
         return found
-    if found.status == "infeasible":
-        raise infeasible(problem, least_peak(problem, limits))
-    if found.replayed_bytes is None and least_peak(problem, limits).bound_bytes > problem.budget_bytes:
-        raise infeasible(problem, least_peak(problem, limits))
-    if judge is None or found.replayed_bytes is None:
-        raise not_found(problem, found, limits, lambda: _least_as_it_runs(problem, judge, limits), "time_limit=")
     least = least_peak(problem, limits)
-    least_bytes = judge.peak(problem, least.regions)
-    if least_bytes <= problem.budget_bytes:  # where budgets that allow for an excess are below the least peak
-        return dataclasses.replace(
-            found,
-            status="feasible",
-            regions=least.regions,
-            objective_us=problem.objective_ns(least.regions) / NS,
-            offloads=(),
-            replayed_bytes=least_bytes,
-            stall_us=0.0,
-        )
-    enough = min(found.replayed_bytes, least_bytes)
+    if found.status == "infeasible" or (found.replayed_bytes is None and least.bound_bytes > problem.budget_bytes):
+        raise refused(problem, least, judge)
+
+    def enough() -> int:
+        return least_as_it_runs(problem, least, judge).replayed_bytes or 0
+
+    if judge is None or found.replayed_bytes is None:
+        raise not_found(problem, found, limits, enough, "time_limit=")
+    nearest = least_as_it_runs(problem, least, judge)
+    if enough() <= problem.budget_bytes:  # where budgets that allow for an excess are below the least peak
+        kept = {name: getattr(found, name) for name in ("solver", "bound_us", "wall_s", "rounds", "interrupted")}
+        return dataclasses.replace(nearest, **kept)
     raise NoPlanInTime(
-        f"no plan was found that keeps {gib(problem.budget_bytes)} as it runs (execution {execution}). Best "
-        f"replayed peak: {gib(found.replayed_bytes)}. A budget of {enough}B "
-        f"({gib(enough)}) will do."
+        f"no plan was found that keeps {gib(problem.budget_bytes)} as it runs (execution {execution}). Best replayed "
+        f"peak: {gib(min(found.replayed_bytes, enough()))}. A budget of {enough()}B ({gib(enough())}) will do."
     )

@@ -29,7 +29,7 @@ from remat.planning.forms import StepForm, StepForms
 from remat.planning.links import require_offloads
 from remat.planning.refusals import infeasible, not_found
 from remat.planning.request import Numerics, PlanRequest
-from remat.planning.search import Judge, OnReplay, as_it_runs, search, solve_within
+from remat.planning.search import Judge, OnReplay, as_it_runs, least_as_it_runs, refused, search, solve_within
 from remat.recording.fake_step import FakeStep
 from remat.solvers import Solver
 from remat.solvers.least_peak import LeastPeak, least_peak
@@ -317,12 +317,15 @@ class Study:
         least = self.least(at, limits)
         if found.status == "infeasible" or least.bound_bytes > problem.budget_bytes:
             return infeasible(problem, least)
-        judge = self.judge(at)
 
         def enough() -> int:
-            return least.peak_bytes if judge is None else judge.peak(problem, least.regions)
+            return least_as_it_runs(problem, least, self.judge(at)).replayed_bytes or 0
 
         return not_found(problem, found, limits, enough, "time_limit=")
+
+    def refused(self, at: StepForm, budget_bytes: int, limits: Limits) -> Infeasible:
+        """Refuse a budget that no plan of a form keeps, with the least one that a plan keeps as it runs."""
+        return refused(self.problem(at, budget_bytes), self.least(at, limits), self.judge(at))
 
     def remember(self, at: StepForm, budget_bytes: int, found: Solution) -> None:
         """Remember a plan that keeps `budget_bytes`, and its bound, which holds for all such plans."""
