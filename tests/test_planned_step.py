@@ -208,7 +208,8 @@ def test_a_step_may_be_an_object_that_is_called(step: Any) -> None:
     for each in (model, planned):
         step(each, workload.batch(64, None)).backward()
     assert counts_of(planned).regions > 0
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), planned.parameters(), strict=True))
+    for p, q in zip(model.parameters(), planned.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
 
 
 def test_code_without_a_file_or_a_module_is_planned() -> None:
