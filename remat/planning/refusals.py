@@ -29,10 +29,10 @@ def infeasible(problem: Problem, least: LeastPeak, replayed_bytes: int | None = 
     parts = at_peak(memory, least.regions)
     curve = memory.curve(least.regions)
     listing = ", ".join(f"{name} {gib(size)}" for name, size in sorted(parts.items(), key=lambda item: -item[1]))
+    why = _running(enough, least.peak_bytes) + _outside(problem.graph)
     return Infeasible(
         f"budget {gib(problem.budget_bytes)} is below the least possible peak{_least(least, problem.budget_bytes)} "
-        f"({where(problem.graph, int(curve.op[curve.peak_at]))}): {listing}. {_running(enough, least.peak_bytes)}"
-        f"{_outside(problem.graph)}"
+        f"({where(problem.graph, int(curve.op[curve.peak_at]))}): {listing}. {why}"
         f"Raise the budget, reduce the batch, or shrink the largest item.{_of_forwards(problem.graph)}",
         minimum_budget_bytes=enough,
         breakdown=parts,
