@@ -18,19 +18,24 @@ from torch import nn
 
 import remat
 from remat._torch.dynamo import frames_traced
+from remat.costing.device_allocator import measure_peak
 from remat.errors import CaptureError, PlanMismatch
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, counts_of
+from remat.execution.eager.planned_graphs import PlannedGraphs
 from remat.execution.first_step import FirstStep
 from remat.recording.recorder import record
 from remat.validation.validating import validate
 from remat.workload.workload import Workload
 from tests.carrying import (
     CARRYING,
+    CLASSES,
     COUNTING,
+    WIDTH,
     Banked,
     Buffered,
     Counting,
+    Half,
     Queue,
     Stack,
     Tabled,
@@ -308,6 +313,107 @@ class Calibrated(Stack):
 
 def test_what_is_made_once_and_changes_the_result_is_not_made_before_the_first_step() -> None:
     is_bitwise(work := workload(Calibrated), tight(work), 4)
+
+
+class Checkpointed(torch.autograd.Function):
+    """A block whose backward runs it again, as guided-diffusion writes it."""
+
+    @staticmethod
+    def forward(ctx: Any, block: Callable[..., torch.Tensor], x: torch.Tensor, *parameters: nn.Parameter) -> Any:
+        ctx.block, ctx.given = block, (x, *parameters)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, *parameters = ctx.given
+        with torch.enable_grad():
+            y = ctx.block(x := x.detach().requires_grad_())
+        return None, *torch.autograd.grad(y, (x, *parameters), gradient)
+
+
+class CheckpointedHalf(Half):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = Checkpointed.apply(super().forward, x, *self.parameters())
+        return y
+
+
+class Looped(nn.Sequential):
+    """A loop, which Dynamo gives up for good once a graph breaks in it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+class GivenUp(nn.Module):
+    """The first loop is a graph until the second breaks one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = Looped(nn.Linear(WIDTH, WIDTH)), Looped(Half(), CheckpointedHalf(), nn.Dropout(0.1)), Looped(Half())
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+GIVEN_UP = workload(GivenUp, batch_size=512)
+
+
+@pytest.fixture(scope="module")
+def given_up_plan() -> Plan:
+    return remat.plan(GIVEN_UP, target="cpu", budget="85%step", exact=True)
+
+
+def test_a_loop_that_dynamo_gives_up_after_its_first_trace_keeps_the_budget_from_the_first_step_on(
+    given_up_plan: Plan,
+) -> None:
+    plan = given_up_plan
+    assert plan.regions and plan.about["early_forwards"] == 1 and "carried" not in plan.about
+    expected, _ = trained(GIVEN_UP, None, 3)
+    peaks: list[int] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.manual_seed(0)
+        model = apply(GIVEN_UP.build(), plan, verify_first_step=False)
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=1e-2), []
+        for _ in range(3):
+            batch = GIVEN_UP.batch(GIVEN_UP.batch_size, None)
+
+            def step() -> None:
+                loss = GIVEN_UP.step(model, batch)  # noqa: B023
+                loss.backward()
+                losses.append(loss.item())
+
+            peaks.append(measure_peak(step, torch.device("cpu"), requested=True))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses == [loss.item() for loss in expected[:3]] and len(set(peaks)) == 1
+    assert counts_of(model).regions == 3 * len(plan.regions)
+    report = validate(GIVEN_UP, plan, device="cpu", repeats=1)
+    assert report.passed and report.measured["peak_bytes"] == plan.predicted["peak_bytes"]
+
+
+def test_it_is_given_up_again_where_kernels_change_and_the_forward_is_traced_anew(given_up_plan: Plan) -> None:
+    def between(model: nn.Module, step: int) -> None:
+        torch.backends.cuda.enable_flash_sdp(step != 2)
+
+    model = is_bitwise(GIVEN_UP, given_up_plan, 4, between=between)
+    assert counts_of(model).regions == 4 * len(given_up_plan.regions)
+
+
+def test_a_planned_graph_may_be_another_call_of_an_early_forward(
+    given_up_plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlannedGraphs, "_rehearse", lambda self, running: None)
+    assert counts_of(is_bitwise(GIVEN_UP, given_up_plan, 3)).regions < 3 * len(given_up_plan.regions)
+    with pytest.warns(UserWarning, match=r"later ones, which the plan is for: such forwards run without the plan"):
+        trained(GIVEN_UP, given_up_plan, 1)
 
 
 class Endless(Stack):

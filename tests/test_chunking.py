@@ -440,6 +440,11 @@ def test_backward_twice_needs_the_graph_to_be_retained() -> None:
         loss.backward()
 
 
+def test_what_slices_save_passes_by_the_hooks_around_the_forward() -> None:
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+        in_slices(Language(plain), 2)(*batch(4, 40))
+
+
 @pytest.mark.cuda
 def test_a_piece_is_let_go_of_before_the_next_is_made() -> None:
     """A device's thread of autograd holds the last gradient for a moment: pieces are differentiated on this one."""

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from remat._torch.training import fakes_are_on, keeps_graph
@@ -182,7 +183,7 @@ class ChunkedLoss:
                             continue
                         here = logits[piece.start - cut.start : piece.stop - cut.start]
                         opened = self.opened(here.detach()).requires_grad_()
-                        with torch.enable_grad():
+                        with torch.enable_grad(), saved_tensors_hooks(as_given, as_given):
                             found = self.row_losses(opened, labels[piece], *given.constants)
                         if losses is None or by_row is None:
                             losses = found.new_empty(rows.shape[0])
@@ -216,7 +217,7 @@ class ChunkedLoss:
 
     def derivatives(self, row_losses: Tensor, labels: Tensor, numbers: tuple[Any, ...]) -> Tensor:
         """Return the derivatives of the loss by each row's loss. (Rule 2)"""
-        with torch.enable_grad():
+        with torch.enable_grad(), saved_tensors_hooks(as_given, as_given):
             at = torch.zeros_like(row_losses, requires_grad=True)
             (found,) = torch.autograd.grad(self.reduced(at, labels, numbers), at)
         return found

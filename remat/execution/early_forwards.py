@@ -7,6 +7,9 @@ What is only made once is made before the first step: the model's own forward is
 made is kept. That is so where a second such forward changes nothing more, and returns what the first one did, bit by
 bit. Otherwise everything is put back as if it had not run.
 
+What Dynamo gives up, a loop in which a graph breaks, it gives up after the first trace: the forward is traced once
+more than it runs (`rehearse`).
+
 What is carried from forward to forward is right only where it is. Its early graphs, which the plan knows by their
 keys, run as they are traced, without regions. Their numbers are those of the eager baseline, and so are their bytes.
 
@@ -21,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from remat.capture.anchors import graph_key
 from remat.capture.holders import GROWN
@@ -73,13 +77,20 @@ class EarlyForwards:
         untouched, budget = self._plan.without_checkpointing["peak_bytes"], self._plan.budget_bytes
         if untouched <= budget:
             return ""
-        return (
-            "this forward has another graph than later ones, which the plan is for, because of what the model keeps "
-            f"from one to the next ({listed(self.carried)}): such forwards run without the plan, their numbers are "
-            f"those of the eager baseline, and they may take its {gib(untouched)}, more than the budget of "
-            f"{gib(budget)}. To have all steps alike, give that state its final shape when the model is made (zeros in "
-            "place of None)."
+        kept = (
+            f", because of what the model keeps from one to the next ({listed(self.carried)})" if self.carried else ""
         )
+        said = (
+            f"this forward has another graph than later ones, which the plan is for{kept}: such forwards run without "
+            "the plan, their numbers are those of the eager baseline, and they may take its "
+            f"{gib(untouched)}, more than the budget of {gib(budget)}."
+        )
+        if kept:
+            said += (
+                " To have all steps alike, give that state its final shape when the model is made (zeros in place of "
+                "None)."
+            )
+        return said
 
     def why_traced(self, traces: int) -> str:
         """Explain why a forward was traced so often for batches of one size; empty if the reason is unknown."""
@@ -117,6 +128,16 @@ def complete(before: ModelState, forward: Callable[[], Any]) -> None:
             f"the forward writes into {listed(left)}, and it has another graph in the first step than in later ones: "
             "run one step before the plan is applied, or let it write into buffers."
         )
+
+
+def rehearse(model: nn.Module, forward: Callable[[], Any]) -> None:
+    """Run a traced forward of `model` that leaves nothing behind but its traces, and keeps nothing for a backward."""
+    before = ModelState(model)
+    try:
+        with saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+            forward()
+    finally:
+        before.put_back()
 
 
 def _are_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:

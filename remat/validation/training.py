@@ -89,6 +89,17 @@ class Training:
         if layers := self.loop.weights_on_host:
             offload_weights(self.model, layers)
         apply(self.model, plan, verify_first_step=False)  # validation compares more
+        if self._early_forwards and not plan.about.get("carried"):
+            self._trace()
+
+    def _trace(self) -> None:
+        """Run a forward that leaves nothing behind but its traces: the first one is traced more than once."""
+        before = ModelState(self.model, step=self.workload.step)
+        with autocast_context(self.device, self.workload.autocast):
+            self.workload.step(self.model, self.batch)
+        self.model.zero_grad(set_to_none=True)
+        before.put_back()
+        collect(self.device)
 
     def set_batch(self, batch_size: int, seed: int) -> None:
         seed_all(seed)

@@ -39,7 +39,7 @@ from remat.execution.eager.offloading import Offloader
 from remat.execution.eager.region_tape import Counts
 from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.execution.eager.running_forward import RunningForward
-from remat.execution.early_forwards import EarlyForwards, complete
+from remat.execution.early_forwards import EarlyForwards, complete, rehearse
 from remat.execution.first_step import in_own_containers
 from remat.execution.forwards import CurrentForward, ModuleForward, holds, modules_of
 from remat.execution.placing import Placer
@@ -304,7 +304,23 @@ class PlannedGraphs(PlannedForward):
         finally:
             if not running.at.fits:  # later, its guards see changes
                 running.graphs.forget(unsettled)
-        return self._run(dataclasses.replace(running, args=args, kwargs=kwargs, before=None))
+            unsettled.with_traceback(None)  # its frames hold activations
+        running = dataclasses.replace(running, args=args, kwargs=kwargs, before=None)
+        if self._weights is None:
+            self._rehearse(running)
+        return self._run(running)
+
+    def _rehearse(self, running: RunningForward) -> None:
+        """Trace a forward once, so that Dynamo gives up what it will; an error comes again when it runs."""
+        args, kwargs = in_own_containers((running.args, running.kwargs))
+        self._running, running.is_rehearsed = running, True
+        try:
+            with without_cache(self.model), self._own_forwards():
+                rehearse(self.model, functools.partial(running.graphs, *args, **kwargs))
+        except Exception as error:
+            running.graphs.forget(error)
+        running.is_rehearsed = False
+        gc.collect()  # as behind every trace
 
     # The model without its plan
 
@@ -361,6 +377,8 @@ class PlannedGraphs(PlannedForward):
             self._find_weights()
             self._require_model()
             install_recording_hooks(self.model, self.plan.about.get("recording_models", ()))
+            if self._early.is_any:  # they come again with new traces
+                at.settled = at.fits = False
         traced = self.plan.about.get("traced_branches")
         self._graphs[key] = GraphCalls(
             at.original,
@@ -409,13 +427,15 @@ class PlannedGraphs(PlannedForward):
 
     def _execute_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         running = self._ran
+        if running.is_rehearsed:
+            return graph_module.forward(*args)
         if (call, id(graph_module)) not in self._fitting:
             # A forward that is about to raise has another graph: its own error counts, so this one waits for the end.
             is_first = running.mismatch is None
             mismatch = running.mismatch or self._judge.mismatch(running, call, graph_module)
             if mismatch is not None:
                 self._complete_first(running, call)
-                if is_first and self._weights is None and self._early.has(graph_module):
+                if is_first and self._weights is None and self._is_early(running, graph_module):
                     return self._run_early(running, graph_module, args)
                 running.mismatch = mismatch
                 if self._weights is not None:
@@ -432,6 +452,10 @@ class PlannedGraphs(PlannedForward):
             return
         running.before = running.before or ModelState(self.model)
         raise UnsettledForward("the model may not be complete before its first forward.")
+
+    def _is_early(self, running: RunningForward, graph_module: fx.GraphModule) -> bool:
+        """Return whether a graph belongs to an early forward, where a planned one may come as another call."""
+        return self._early.has(graph_module) or (running.is_early and self._placer.fits_some(graph_module))
 
     def _run_early(self, running: RunningForward, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         """Run the graph of an early forward, and note that it is one."""

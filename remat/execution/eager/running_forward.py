@@ -22,6 +22,7 @@ class RunningForward:
     before    the model's state as it began, where it may complete the model
     mismatch  the error that it will end in
     is_early  whether it is an early forward (`early_forwards.py`)
+    is_rehearsed  whether it is only traced, and runs again
     excess    in words: the memory that it needs above the planned; empty if there is none
     """
 
@@ -33,6 +34,7 @@ class RunningForward:
     before: ModelState | None = None
     mismatch: PlanMismatch | None = None
     is_early: bool = False
+    is_rehearsed: bool = False
     excess: str = ""
 
     def let_go(self) -> None:
