@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from remat._torch.dynamo import handlers
 from remat.capture.eager_answers import traced_as
 from remat.errors import CaptureError
+from remat.evaluation.graph import STATE
 from remat.evaluation.plan import Region
 from remat.execution.apply import apply, counts_of
 from remat.models import REGISTRY, build
@@ -333,6 +334,60 @@ def test_a_flag_that_no_forward_sets_is_known_and_its_graph_call_may_have_no_nod
     assert counts_of(planned).regions == 2
     for p, q in zip(plain.parameters(), planned.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
+
+
+class SetInAList(Flagged):
+    def fill(self, x: torch.Tensor) -> torch.Tensor:
+        torch._foreach_add_([self.filled], 1.0)
+        return super().fill(x)
+
+
+class SetThroughItsBase(Flagged):
+    def fill(self, x: torch.Tensor) -> torch.Tensor:
+        self.state.add_(1.0)
+        return super().fill(x)
+
+    def __init__(self, flag: Callable[[bool], torch.Tensor], **options: bool) -> None:
+        super().__init__(flag, **options)
+        self.state = torch.Tensor([1.0, 1.0])
+        self.filled = self.state[:1]
+
+
+@pytest.mark.parametrize("kind", [SetInAList, SetThroughItsBase])
+def test_a_flag_that_is_written_out_of_sight_is_not_known(kind: type[Flagged]) -> None:
+    workload = dataclasses.replace(
+        flagged("a byte", is_set=True), build=lambda: kind(FLAGS["a tensor of its own"], is_set=True)
+    )
+    with pytest.raises(CaptureError, match="reads a number off a tensor"):
+        graph_of(workload)
+
+
+class Helped(nn.Linear):
+    """Names a helper for each mode, with a table each, of which training touches one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return helped(super().forward(x)) if self.training else evaluated(super().forward(x))
+
+
+def helped(x: torch.Tensor) -> torch.Tensor:
+    return x * TOUCHED
+
+
+def evaluated(x: torch.Tensor) -> torch.Tensor:
+    return x * UNTOUCHED
+
+
+TOUCHED, UNTOUCHED = torch.ones(WIDTH), torch.ones(1000, WIDTH)
+
+
+def test_of_tensors_that_helpers_name_those_count_that_the_step_touches() -> None:
+    workload = Workload("helped", lambda: Helped(WIDTH, WIDTH), lambda n, _: torch.ones(n, WIDTH), total, batch_size=4)
+    assert graph_of(workload).fixed_bytes[STATE] == TOUCHED.nbytes
+
+
+def total(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).sum()
+    return loss
 
 
 @pytest.mark.parametrize("name", FLAGS)

@@ -171,6 +171,90 @@ def test_tensors_that_code_names_are_fakes_while_borrowed_and_itself_afterwards(
     assert torch.equal(positions(2), real)
 
 
+def kept_apart() -> None:
+    raise AssertionError(NEVER_READ, "runs in an evaluation alone")
+
+
+NEVER_READ = torch.ones(3)
+
+
+class Evaluating(Naming):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            kept_apart()
+        return super().forward(x)
+
+
+def test_tensors_of_functions_that_are_named_are_told_apart_from_those_of_the_model() -> None:
+    model: Any = Evaluating()
+    model.own = torch.zeros(1)
+    state = ModelState(model, data=False)
+    assert {id(each) for each in (NEVER_READ, *tensors_named()[:2])} <= {id(each) for each in state.named}
+    assert {id(each) for each in (model.own, HALVED.args[0])} == {id(each) for each in state.unregistered}
+    assert ModelState(model).named == []  # of a model that trains, none is copied
+
+
+def counting(x: torch.Tensor, calls: int = 0) -> torch.Tensor:
+    counting.__defaults__ = (calls + 1,)
+    return x
+
+
+class Defaulted(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return counting(x)
+
+
+def test_a_default_that_is_a_number_is_put_back() -> None:
+    state = ModelState(Defaulted(), data=False)
+    numbers = Numbers(state, set(state.shared_names))
+    Defaulted()(torch.zeros(1))
+    numbers.put_back()
+    assert counting.__defaults__ == (0,)
+
+
+class Frozen(type):
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise AttributeError("frozen")
+
+
+class Fixed(metaclass=Frozen):
+    shift = torch.zeros(2)
+
+
+class Fixing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + Fixed.shift
+
+
+def test_a_class_whose_attributes_cannot_be_set_is_left_as_it_is() -> None:
+    before, mode = Fixed.shift, FakeTensorMode()
+    with SharedState(Fixing(), mode.from_tensor).borrowed():
+        assert Fixed.shift is before
+
+
+@dataclasses.dataclass
+class Table:
+    rows: torch.Tensor
+
+
+class Tabled(nn.Module):
+    @staticmethod
+    @functools.lru_cache(maxsize=2)
+    def table(count: int) -> Table:
+        return Table(torch.ones(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.table(2).rows
+
+
+def test_a_cached_method_keeps_no_fake_within_an_object() -> None:
+    model, mode = Tabled(), FakeTensorMode()
+    shared = SharedState(model, mode.from_tensor)
+    with shared.borrowed(), mode:
+        assert isinstance(model.table(2).rows, FakeTensor)
+    assert not isinstance(model.table(2).rows, FakeTensor)
+
+
 def test_results_that_hold_no_tensor_stay_in_their_cache() -> None:
     model, mode = Shaped(), FakeTensorMode()
     kept = names(1)

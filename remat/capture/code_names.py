@@ -12,12 +12,9 @@ _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_G
 
 
 def as_function(callee: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function, a method or a partial function as it is; of another object that is called, its method."""
-    if isinstance(callee, (types.FunctionType, types.MethodType, functools.partial)):
-        return callee
-    method = getattr(callee, "forward", None) or type(callee).__call__  # of a module, or of any other object
-    bound: Callable[..., Any] = method if isinstance(method, types.MethodType) else method.__get__(callee)
-    return bound
+    """Return a function, a method or a partial function as it is; another object that is called as a partial one."""
+    is_function = isinstance(callee, (types.FunctionType, types.MethodType, functools.partial))
+    return callee if is_function else functools.partial(callee)
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:

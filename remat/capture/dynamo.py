@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import MappingKey, tree_leaves_with_path
 
 from remat._torch.dynamo import (
@@ -450,8 +451,8 @@ def fake_model(
     given each fake, and the tensor that it stands for.
 
     Tied parameters stay tied. A model that has data is copied: it may be the caller's own. A `build` that reads values
-    of its tensors, as `torch.linspace(0, 0.1, depth).tolist()`, makes its model in host memory; so does one with flags
-    among its buffers, for their values. Raises `CaptureError` if the model cannot be built.
+    of its tensors, as `torch.linspace(0, 0.1, depth).tolist()`, makes its model in host memory. Raises `CaptureError`
+    if the model cannot be built.
     """
     try:
         model = _built(build, "meta")
@@ -494,23 +495,36 @@ def fake_model(
             f"`build` returned a model without a training mode ({error}): a program of torch.export has none. Return "
             "the module that it was exported from."
         ) from error
-    flags = [name for name, buffer in model.named_buffers() if buffer.is_meta and _is_flag(buffer)]
-    shared = SharedState(model, fake, step)
-    if flags:
-        with generators_kept():
-            values = dict(_built(build, "cpu").named_buffers())
-        for name in flags:
-            note(model.get_buffer(name), values[name])
-    return model, shared
+    return model, SharedState(model, fake, step)
 
 
-def _is_flag(buffer: torch.Tensor) -> bool:
-    """Return whether a forward may branch on the value of `buffer`."""
-    return buffer.numel() == 1 and buffer.dtype in (torch.bool, torch.uint8)
+class _NumbersKept(TorchFunctionMode):
+    """Keeps the values of tensors of one number that are made on the meta device, for `number_of`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if func in _MAKERS and isinstance(made, torch.Tensor) and made.is_meta and made.numel() == 1:
+            vars(made)[_NUMBER] = func(*args, **{**kwargs, "device": "cpu"}), made._version
+        return made
+
+
+_MAKERS = (torch.tensor, torch.zeros, torch.ones, torch.full)
+_NUMBER = "remat_number"
+
+
+def number_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the values of a tensor of one number, on the host; None if they are not known."""
+    if tensor.is_inference():
+        return None
+    number, version = vars(tensor).get(_NUMBER, (tensor, tensor._version))
+    is_whole = tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == tensor.nbytes
+    is_known = version == tensor._version and number.device.type == "cpu" and type(number) is torch.Tensor
+    return number.detach().clone() if is_known and is_whole and tensor.numel() == 1 else None
 
 
 def _built(build: Callable[[], nn.Module], device: str) -> nn.Module:
-    with torch.device(device), warnings.catch_warnings():
+    with torch.device(device), _NumbersKept(), warnings.catch_warnings():
         # of each parameter of a checkpoint, whose values planning leaves out
         warnings.filterwarnings("ignore", message=r"for .*: copying from a non-meta parameter")
         return build()

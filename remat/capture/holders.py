@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import functools
 import itertools
+import pathlib
 import sys
 import sysconfig
 import types
@@ -28,7 +30,8 @@ FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 FORWARD = "forward"
 
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, staticmethod, classmethod, property, type)
-_INSTALLED = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
+_STANDARD = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib"))
+_PACKAGES = {"site-packages", "dist-packages"}  # folders of packages
 _LEFT_ALONE = (
     *("torch", "remat", "logging", "threading", "_thread", "multiprocessing", "concurrent", "asyncio", "weakref"),
     *("io", "re", "inspect", "contextlib", "pathlib", "datasets", "tokenizers"),
@@ -70,7 +73,7 @@ def is_looked_into(value: Any, homes: Container[str]) -> bool:
 @functools.cache
 def _is_installed(module: str) -> bool:
     file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return not file or file.startswith(_INSTALLED)
+    return not file or file.startswith(_STANDARD) or not _PACKAGES.isdisjoint(pathlib.PurePath(file).parts)
 
 
 def is_own(value: Any) -> bool:
@@ -222,7 +225,16 @@ class Globals(Attributes):
         return {key: self._held[key] for key in self._names if key in self._held}
 
 
-class Defaults(Holder):
+class _WrittenWhole(Holder):
+    """A holder of which nothing can be written alone."""
+
+    __slots__ = ()
+
+    def put(self, key: Any, value: Any) -> None:
+        self.write({**self.read(), key: value})
+
+
+class Defaults(_WrittenWhole):
     """Defaults of a function's arguments: by position, then by name."""
 
     __slots__ = ()
@@ -236,7 +248,7 @@ class Defaults(Holder):
         self._held.__defaults__, self._held.__kwdefaults__ = by_position or None, by_name or None
 
 
-class PartialArguments(Holder):
+class PartialArguments(_WrittenWhole):
     """The arguments by position that a partial function holds."""
 
     __slots__ = ()
@@ -258,6 +270,10 @@ class ClassAttributes(Attributes):
 
     def put(self, key: Any, value: Any) -> None:
         setattr(self._held, key, value)
+
+    def replace(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        with contextlib.suppress(AttributeError, TypeError):  # of a class whose attributes cannot be set
+            super().replace(make)
 
     def write(self, items: dict[Any, Any]) -> None:
         for key in self.read().keys() - items.keys():

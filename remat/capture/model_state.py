@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from remat._torch.training import without_modes
-from remat.capture.cached_functions import CACHED, forget_tensors
+from remat.capture.cached_functions import CACHED, forget_fakes, forget_tensors
 from remat.capture.code_names import as_function, globals_in
 from remat.capture.generators import KeptGenerator, generator_of, global_generators, let_be_put_back
 from remat.capture.holders import (
@@ -64,7 +64,7 @@ from remat.capture.kept_tensors import KeptTensor
 MOST_OBJECTS = 100_000  # that are looked into, of those that are reached through code
 LARGEST_BYTES = 1 << 24  # of a tensor or an array that is reached through code
 
-_ATOMS = (*NUMBERS, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, types.ModuleType, range)
+_ATOMS = (*NUMBERS, type(None), type, torch.dtype, torch.device, torch.Size, enum.Enum, types.ModuleType, range)
 _TABLES = ("_modules", "_parameters", "_buffers")  # whose keys are attributes of their module
 
 
@@ -75,6 +75,7 @@ class ModelState:
     step              a function that calls the model: its own state counts, and a loss module or a frozen model that it
                       names (a teacher). Another model that trains does not: it may be the one that is copied here
     torch_generators  torch's generators that were reached
+    cached            functions that keep their results
     """
 
     def __init__(self, model: nn.Module, *, data: bool = True, step: Callable[..., Any] | None = None):
@@ -103,9 +104,12 @@ class ModelState:
         self._holders: list[Holder] = []
         self._generators: list[KeptGenerator] = []
         self._tensors: list[KeptTensor] = []
-        self._cached: list[Any] = []  # functions, whose results may be tensors
+        self._aside: set[int] = set()  # ids of tensors that are `named`
+        self._is_aside = False
+        self.cached: list[Any] = []
         self.torch_generators: list[torch.Generator] = []
         self._code: list[tuple[str, Any]] = []  # functions and classes that are not looked into yet
+        self._named_code: list[tuple[str, Any]] = []  # those that other code names
         self._named: dict[int, set[str]] = {}  # globals that were noted, by the id of their table
         self._most = MOST_OBJECTS
         self._not_looked_into: str | None = None
@@ -129,7 +133,6 @@ class ModelState:
         """Restore the state. Raises StateLost, naming what could not be restored, after restoring everything else."""
         failures: list[tuple[str, Exception]] = []
         with without_modes():
-            self._forget_cached()
             everything: list[Holder | KeptTensor | KeptGenerator] = [*self._holders, *self._tensors, *self._generators]
             for kept in everything:
                 try:
@@ -191,13 +194,6 @@ class ModelState:
         """Replace each tensor by the result of `make`; only in the model's `own` state."""
         for holder in self._holders[: self._own_holders if own else None]:
             holder.replace(make)
-        if not own:
-            self._forget_cached()
-
-    def _forget_cached(self) -> None:
-        """Let cached functions forget tensors, which are fakes inside of a planned step, and real ones outside."""
-        for function in () if self._data else self._cached:
-            forget_tensors(function)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -207,8 +203,13 @@ class ModelState:
 
     @property
     def unregistered(self) -> list[torch.Tensor]:
-        """Every tensor that was reached and is neither a parameter nor a buffer."""
-        return [tensor for tensor in self.tensors if id(tensor) not in self._buffers]
+        """Every tensor that was reached and is neither a parameter nor a buffer; without `named`."""
+        return [tensor for tensor in self.tensors if id(tensor) not in self._buffers and id(tensor) not in self._aside]
+
+    @property
+    def named(self) -> list[torch.Tensor]:
+        """Every tensor that was reached through functions and classes that code names: it may never run them."""
+        return [tensor.value for tensor in self._tensors if id(tensor.value) in self._aside]
 
     # How it is read (Rule 1)
 
@@ -220,6 +221,17 @@ class ModelState:
     def _look_into_code(self) -> None:
         """Look into code last, so that the model's own state is known as such."""
         self._is_shared, self._most = True, len(self._seen) + MOST_OBJECTS
+        self._look_into_rest()
+        self._is_aside = True
+        while self._named_code:
+            name, value = self._named_code.pop(0)
+            if id(value) not in self._seen and len(self._seen) < self._most:
+                self._seen[id(value)] = value
+                self._code.append((name, value))
+                self._look_into_rest()
+        self._is_aside = False
+
+    def _look_into_rest(self) -> None:
         while self._code:
             for name, value in self._of_code(*self._code.pop(0)):
                 self._look_from(name, value)
@@ -238,16 +250,14 @@ class ModelState:
             self._beside |= {id(parameter) for parameter in value.parameters()}
         if isinstance(value, torch.Tensor):
             self._tensors.append(KeptTensor(name, value, self._data))
+            self._aside |= {id(value)} if self._is_aside else set()
         elif (generator := generator_of(value)) is not None:
             self._generators.append(generator)
-            self.torch_generators += [value] if isinstance(value, torch.Generator) else []
+            self.torch_generators += [value] if isinstance(value, torch.Generator) and not self._is_aside else []
         elif isinstance(value, (tuple, frozenset)):
             return [(name, each) for each in value]
-        elif isinstance(value, (*FUNCTIONS, type)):
+        elif isinstance(value, (*FUNCTIONS, CACHED)):
             self._code += [] if is_own(value) else [(name, value)]
-        elif isinstance(value, CACHED):
-            self._cached.append(value)
-            return [(name, value.__wrapped__)]
         elif (holder := container(name, value)) is not None:
             return self._held(holder)
         elif not is_left_alone(value):
@@ -279,7 +289,10 @@ class ModelState:
 
     def _of_code(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         """Collect the state of a class, a method, a partial function, or a function."""
-        if isinstance(value, types.MethodType):
+        if isinstance(value, CACHED):
+            self.cached.append(value)
+            yield name, value.__wrapped__
+        elif isinstance(value, types.MethodType):
             yield from ((name, each) for each in (value.__self__, value.__func__))
         elif isinstance(value, functools.partial):
             yield from ((name, each) for each in (value.func, value.keywords))
@@ -288,7 +301,7 @@ class ModelState:
             return
         elif isinstance(value, type):
             functions = (getattr(each, "__func__", getattr(each, "fget", each)) for each in vars(value).values())
-            yield from ((name, each) for each in functions if isinstance(each, types.FunctionType))
+            yield from ((name, each) for each in functions if isinstance(each, (types.FunctionType, CACHED)))
             yield from self._held(ClassAttributes(name, value))
         else:
             cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
@@ -300,8 +313,9 @@ class ModelState:
             names = globals_in(value.__code__) - known
             known |= names
             yield from self._held(Globals(str(value.__module__), value.__globals__, names))
-            named = ((key, value.__globals__.get(key)) for key in names)
-            yield from ((key, each) for key, each in named if is_looked_into(each, self._homes))
+            if not self._data:  # what is named and never runs is not worth copying
+                named = ((key, value.__globals__.get(key)) for key in names)
+                self._named_code += ((key, each) for key, each in named if is_looked_into(each, self._homes))
 
 
 class Numbers:
@@ -366,6 +380,8 @@ class SharedState:
             outside.replace(self._fake)
         else:
             inside.put_back()
+        for function in outside.cached:
+            forget_tensors(function)
         del inside  # so that objects dropped by the model are freed
         self._depth = 1
         try:
@@ -374,6 +390,8 @@ class SharedState:
             self._depth = 0
             self._inside = self._model.shared()
             outside.put_back()
+            for function in self._inside.cached:
+                forget_fakes(function)
 
     def require_kept(self) -> None:
         """Raise StateLost if the model has taken values from a source that gives each value once."""

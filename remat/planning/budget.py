@@ -38,6 +38,8 @@ def require_budget(budget: Any) -> None:
     if isinstance(budget, str) and budget != "auto":
         whole = budget.strip()[: -len("step")] if is_share_of_step(budget) else budget
         parse_bytes(whole, what="budget", whole_bytes=1)
+    elif budget != "auto" and budget <= 0:
+        raise UsageError(f"a budget is more than 0 bytes, and this is {budget!r}.")
 
 
 def parse_budget(

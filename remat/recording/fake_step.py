@@ -123,6 +123,7 @@ class FakeStep:
         self._replaced = {"": ReplacedForward(self.model)}
         self._ones = seen
         self._settled = self._has_state = False
+        self._touched: list[torch.Tensor] = []  # tensors that code names beside the model's state, in the first step
         self.early, self.held_numbers = EarlyObservations(), Numbers(None, ())
         self._appended = AppendedLists(None, ())
         self._is_untraced = self._in_backward = False
@@ -214,7 +215,7 @@ class FakeStep:
         """Run the forward of a first step; `warm_up` continues the last one that settling ran."""
         self.held_outputs.let_go()
         self.model.zero_grad(set_to_none=True)
-        with ParametersSeen(alignment_bytes, self.model, self.calls) as tracker:
+        with ParametersSeen(alignment_bytes, self.model, self.calls, self.state().named) as tracker:
             self._begun = tracker, self._forward_under(tracker)
         self.trails.append(trail_of(tracker))
 
@@ -609,6 +610,8 @@ class FakeStep:
                 self._begin_step(alignment_bytes)
         assert self._begun is not None
         (tracker, loss), self._begun = self._begun, None
+        self._touched = tracker.touched
+        self._has_state |= bool(tracker.touched)
         self._begin_training()
         forward_end = tracker.op_count
         with self._on_fakes(), tracker:
@@ -635,7 +638,7 @@ class FakeStep:
         """Run one whole step under `tracker`: forward, backward, optimizer."""
         with self._on_fakes(), tracker:
             if self._has_state:
-                tracker.follow_older(self.state().unregistered)
+                tracker.follow_older([*self.state().unregistered, *self._touched])
             loss = self._forward_under(tracker)
             after_forward()
             self._backward(loss, tracker)

@@ -36,6 +36,7 @@ from remat._torch.door import Shared
 from remat._torch.dynamo import know_functions, not_begun_at
 from remat._torch.recording import DEVICE, untraced
 from remat._torch.training import UnseenMode, without_modes
+from remat.capture.dynamo import number_of
 from remat.capture.eager_answers import traced_as
 from remat.recording.ctc_shapes import CTC_SHAPES
 
@@ -98,9 +99,8 @@ class KnownValues(UnseenMode):
 
     def note_constant(self, fake: torch.Tensor, tensor: torch.Tensor) -> None:
         """Note the value of a tensor of one number, which is known until something writes into it. (Rule 1)"""
-        has_value = tensor.device.type == "cpu" and tensor.layout is torch.strided and type(tensor) is torch.Tensor
-        if has_value and tensor.numel() == 1 and not tensor.requires_grad:
-            self.note(fake, tensor.detach().clone())
+        if tensor.numel() == 1 and not tensor.requires_grad and (number := number_of(tensor)) is not None:
+            self.note(fake, number)
             self._constants.add(fake.untyped_storage())
 
     def hold_for(self, copy: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -143,9 +143,7 @@ class KnownValues(UnseenMode):
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """Return whether all inputs of `func` are known, and its result on their values."""
-        if func._schema.is_mutable and any(
-            isinstance(arg, FakeTensor) and arg.untyped_storage() in self._constants for arg in args
-        ):
+        if func._schema.is_mutable and any(t.untyped_storage() in self._constants for t in _fakes_in((args, kwargs))):
             return False, None
         if func in _SHAPE_ONLY:
             args = (_stand_in(args[0], kwargs.get("dtype")), *args[1:])

@@ -31,7 +31,7 @@ import numpy as np
 from torch import nn
 
 from remat._torch.recording import untraced
-from remat.capture.code_names import as_function, codes_in, globals_in
+from remat.capture.code_names import codes_in, globals_in
 
 GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _SYSTEM_SOURCES = (
@@ -53,6 +53,7 @@ _READ_FOR_CALLER = (
 _UNTRACKED_READERS = _READ_FOR_CALLER - _READ_BY_CALLER  # ... or does not steer a forward
 _MODULE_TABLES = frozenset(vars(nn.Module())) - {"training"}  # tables of torch's own
 DEEPEST, LONGEST = 2, 1000  # containers that are looked into
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _WORDS = 624  # of a Mersenne Twister
 _WORD_OF_ONES = 0x12DD9BB3  # the word of its state that comes out as ones alone
 
@@ -89,7 +90,7 @@ class Sources:
         found = cls()
         found._note(random)
         found._note(np.random)
-        found._note(as_function(step))
+        found._note(step if isinstance(step, _FUNCTIONS) else vars(type(step)).get("__call__"), type(step))
         for module in model.modules():
             for value in vars(module).values():
                 found._note_kept(value)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from remat.capture.attention_masks import IsOnes, Masks
 from remat.capture.circumstances import given_to
@@ -119,18 +120,29 @@ class TracedForwards:
 
 
 class ParametersSeen(Tracker):
-    """Also notes whether a step computes with parameters outside of the forwards that are traced."""
+    """Also notes whether a step computes with parameters outside of the forwards that are traced.
 
-    def __init__(self, alignment_bytes: int, model: nn.Module, forwards: TracedForwards):
+    touched  those of the tensors `named` that an operator takes
+    """
+
+    def __init__(
+        self, alignment_bytes: int, model: nn.Module, forwards: TracedForwards, named: Iterable[torch.Tensor] = ()
+    ):
         super().__init__(alignment_bytes)
         self.outside = False
+        self.touched: list[torch.Tensor] = []
+        self._named = {id(each.untyped_storage()): each for each in named if each.layout is torch.strided}
         self._forwards = forwards
         self._parameters = {id(p.untyped_storage()) for p in model.parameters()}
 
     def dispatched(self, op: int, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if self._named:
+            leaves = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            found = (self._named.pop(id(leaf.untyped_storage()), None) for leaf in leaves)
+            self.touched += (tensor for tensor in found if tensor is not None)
         if self.outside or self._forwards.running or not torch.is_grad_enabled():
             return
-        flat = torch.utils._pytree.tree_leaves((args, kwargs))
+        flat = tree_leaves((args, kwargs))
         self.outside = any(
             isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) in self._parameters for leaf in flat
         )
