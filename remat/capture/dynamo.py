@@ -505,7 +505,8 @@ class _NumbersKept(TorchFunctionMode):
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
         if func in _MAKERS and isinstance(made, torch.Tensor) and made.is_meta and made.numel() == 1:
-            vars(made)[_NUMBER] = func(*args, **{**kwargs, "device": "cpu"}), made._version
+            with contextlib.suppress(Exception):  # it may be made of others that have no values
+                vars(made)[_NUMBER] = func(*args, **{**kwargs, "device": "cpu"}), made._version
         return made
 
 
