@@ -183,16 +183,18 @@ def solve_within(
     if found.status == "infeasible" or (found.replayed_bytes is None and least.bound_bytes > problem.budget_bytes):
         raise refused(problem, least, judge)
 
-    def enough() -> int:
-        return least_as_it_runs(problem, least, judge).replayed_bytes or 0
-
     if judge is None or found.replayed_bytes is None:
-        raise not_found(problem, found, limits, enough, "time_limit=")
+        raise not_found(
+            *(problem, found, limits),
+            lambda: least_as_it_runs(problem, least, judge).replayed_bytes or 0,
+            "time_limit=",
+        )
     nearest = least_as_it_runs(problem, least, judge)
-    if enough() <= problem.budget_bytes:  # where budgets that allow for an excess are below the least peak
+    enough = nearest.replayed_bytes or 0
+    if enough <= problem.budget_bytes:  # where budgets that allow for an excess are below the least peak
         kept = {name: getattr(found, name) for name in ("solver", "bound_us", "wall_s", "rounds", "interrupted")}
         return dataclasses.replace(nearest, **kept)
     raise NoPlanInTime(
         f"no plan was found that keeps {gib(problem.budget_bytes)} as it runs (execution {execution}). Best replayed "
-        f"peak: {gib(min(found.replayed_bytes, enough()))}. A budget of {enough()}B ({gib(enough())}) will do."
+        f"peak: {gib(min(found.replayed_bytes, enough))}. A budget of {enough}B ({gib(enough)}) will do."
     )
