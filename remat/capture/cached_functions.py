@@ -25,7 +25,7 @@ def forget_tensors(function: Any) -> None:
 
 def forget_fakes(function: Any) -> None:
     """Forget the results of a cached function if there are fake tensors in them, also in objects and modules."""
-    _forget(function, FakeTensor, (tuple, list, dict, object))
+    _forget(function, FakeTensor, (object,))
 
 
 def _forget(function: Any, kind: type, containers: tuple[type, ...]) -> None:

@@ -6,6 +6,7 @@ training does must leave no trace of it.
 
 Rule 1  What is reached from the model counts: modules and their hooks, plain objects, containers, what functions close
         over, attributes of the objects' classes, and the globals that the code of those classes and functions names.
+        While a step is planned, functions and classes that this code names count too: their tensors are `named`.
         The machinery of libraries (loggers, trainers, data sets, devices) is left alone.
 Rule 2  What holds references is noted with those that it holds, and gets them back in place: who refers to the holder
         goes on to.
@@ -250,7 +251,8 @@ class ModelState:
             self._beside |= {id(parameter) for parameter in value.parameters()}
         if isinstance(value, torch.Tensor):
             self._tensors.append(KeptTensor(name, value, self._data))
-            self._aside |= {id(value)} if self._is_aside else set()
+            if self._is_aside:
+                self._aside.add(id(value))
         elif (generator := generator_of(value)) is not None:
             self._generators.append(generator)
             self.torch_generators += [value] if isinstance(value, torch.Generator) and not self._is_aside else []

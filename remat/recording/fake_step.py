@@ -74,7 +74,7 @@ class FakeStep:
     form       its present form; set by `in_form`
     loop       the training loop around forward and backward, which may change between records; its shards are not run,
                see `sharding.py`
-    prepare    changes a captured graph before its first run in an autocast dtype (the target's kernels)
+    graphs     its captured graphs; `prepare` changes each before it first runs in an autocast dtype (for its kernels)
     recompute_context  context of autocast and recomputations if kernels are substituted: the emulated cache of weight
                casts
     elsewhere  the device whose kernels run and for which the forward is captured, if that is not `device`
