@@ -43,13 +43,13 @@ from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits
 from remat.models.common import loss_of, token_ids, transformers
 from remat.planning.budget import Budget
-from remat.planning.planner import plan_profile
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.solvers.least_peak import least_peak
 from remat.units import MIB
 from remat.validation.validating import validate
 from remat.workload.workload import Workload
+from tests.studies import plan_profile
 
 CPU = torch.device("cpu")
 SHARE = 0.1

@@ -34,13 +34,13 @@ from remat.formulation.solution import Limits
 from remat.models import gpt2, llama
 from remat.planning.assemble import as_found
 from remat.planning.budget import Budget
-from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.study import FoundPlan, Study
 from remat.solvers import load as load_solver
 from remat.units import MIB
 from remat.validation.training import Training
 from remat.workload.workload import DTypePolicy, Workload
+from tests.studies import plan_profile
 
 WIDTH, LAYERS, VOCAB, SAMPLES, LENGTH = 256, 6, 16384, 8, 256
 TILE = 256, VOCAB // 4  # tokens and classes of TRL's head, where it takes 4096 and 32768

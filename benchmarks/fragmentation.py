@@ -25,13 +25,13 @@ from remat.models import REGISTRY, build
 from remat.planning.budget import Budget
 from remat.planning.fit import Sizing
 from remat.planning.micro_batches import largest
-from remat.planning.planner import plan_profile
 from remat.planning.request import PlanRequest
 from remat.reservation.allocator_settings import AllocatorSettings
 from remat.reservation.fragmentation import CONTEXT_BYTES, footprints
 from remat.solvers import load
 from remat.units import MIB
 from remat.workload.training_loop import TrainingLoop
+from tests.studies import plan_profile
 
 TARGETS = "h100-80gb,rtx4090"
 SETTINGS = {"default": "", "expandable": "expandable_segments:True"}

@@ -52,7 +52,6 @@ from remat.models import TEST_SIZES, build
 from remat.planning.assemble import as_found
 from remat.planning.budget import Budget
 from remat.planning.comparison import UNFUSED, compare_study
-from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import PlanRequest
 from remat.planning.study import FoundPlan, Study
@@ -62,6 +61,7 @@ from remat.units import GIB, MIB
 from remat.validation.training import Training
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
+from tests.studies import plan_profile
 
 CPU = torch.device("cpu")
 TARGET = "h100-80gb"

@@ -160,8 +160,8 @@ def planned(workload: Workload) -> Plan:
     from remat.formulation.solution import Limits
     from remat.planning.advice import least_peak_of
     from remat.planning.budget import Budget
-    from remat.planning.planner import plan_profile
     from remat.planning.profiling import fake_step, profile_step
+    from tests.studies import plan_profile
 
     place = find_planning_device("cpu")
     step = fake_step(workload, place)

@@ -29,13 +29,13 @@ from remat.formulation.solution import Limits
 from remat.models import TEST_SIZES
 from remat.offloading.link import Link
 from remat.planning.budget import Budget
-from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.solvers.least_peak import least_peak
 from remat.units import MIB
 from remat.validation.training import Training
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import DTypePolicy, Workload
+from tests.studies import plan_profile
 
 POLICIES: tuple[DTypePolicy, ...] = ("fp32", "amp")
 CARRIED, HOST_BYTES, STEPS = 0.15, 1 << 34, 20

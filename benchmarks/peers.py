@@ -32,13 +32,13 @@ from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits
 from remat.models import build, gpt2
 from remat.planning.budget import Budget
-from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.solvers.least_peak import least_peak
 from remat.units import MIB
 from remat.validation.training import Training
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
+from tests.studies import plan_profile
 
 COLUMNS = [
     "peer",

@@ -34,13 +34,13 @@ from remat.evaluation.plan import from_refs
 from remat.formulation.solution import Limits
 from remat.models import build
 from remat.planning.budget import Budget
-from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.reservation.allocator_settings import AllocatorSettings
 from remat.reservation.caching_allocator import Block, CachingAllocator, Event, Levels, replayed
 from remat.reservation.fragmentation import footprint
 from remat.solvers import load
 from remat.units import GIB, MIB
+from tests.studies import plan_profile
 
 HERE = Path(__file__).parent
 CUDA = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))

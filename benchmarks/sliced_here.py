@@ -26,12 +26,12 @@ from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits
 from remat.models import TEST_SIZES
 from remat.planning.budget import Budget
-from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.study import Study
 from remat.solvers.least_peak import least_peak
 from remat.units import MIB
 from remat.workload.workload import DTypePolicy, Workload
+from tests.studies import plan_profile
 
 POLICIES: tuple[DTypePolicy, ...] = ("amp", "fp32")
 COLUMNS = ["workload", "dtype", "budget_mib", "form", "predicted_mib", "measured_mib", "error_percent", "within_budget"]

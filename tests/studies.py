@@ -7,8 +7,11 @@ from typing import Unpack
 
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
+from remat.evaluation.form import Form
+from remat.evaluation.plan import Plan
 from remat.execution.executions import load
 from remat.formulation.problem import Problem
+from remat.formulation.search_space import Space
 from remat.formulation.solution import Limits, Solution
 from remat.offloading.link import Link
 from remat.planning.budget import Budget
@@ -16,7 +19,9 @@ from remat.planning.comparison import Comparison, compare_study
 from remat.planning.fit import BatchFit, Sizing, fitted
 from remat.planning.forms import StepForms
 from remat.planning.micro_batches import MicroBatches
+from remat.planning.planner import plan_study
 from remat.planning.request import FormChoice, PlanRequest, RequestKeywords
+from remat.planning.search import OnReplay
 from remat.planning.study import Study
 from remat.planning.sweep import Sweep, sweep_study
 from remat.recording.fake_step import FakeStep
@@ -34,6 +39,24 @@ def study_of(
     **wanted: Unpack[RequestKeywords],
 ) -> Study:
     return Study(profile, PlanRequest.of(**wanted), step, budget=limit, link=link)
+
+
+def plan_profile(
+    profile: Profile,
+    limit: Budget,
+    *,
+    step: FakeStep | None = None,
+    link: Link | None = None,
+    space: Space | None = None,
+    on_replay: OnReplay | None = None,
+    on_form: Callable[[Form], None] | None = None,
+    **wanted: Unpack[RequestKeywords],
+) -> Plan:
+    """Plan a profile; the other arguments are those of a Study and of a `PlanRequest`."""
+    request = PlanRequest.of(**wanted)
+    return plan_study(
+        Study(profile, request, step, budget=limit, link=link, space=space, on_replay=on_replay, on_form=on_form)
+    )
 
 
 def compared(

@@ -851,7 +851,7 @@ def planned() -> Plan:
     budget = least.curve(tuple(regions)).peak_bytes
     assert budget < Memory(whole.graph).curve(tuple(every_block(whole.graph))).peak_bytes
     from remat.planning.budget import Budget
-    from remat.planning.planner import plan_profile
+    from tests.studies import plan_profile
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("remat.planning.forms.round_alike", lambda *about: True)

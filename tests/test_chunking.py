@@ -41,7 +41,6 @@ from remat.execution.executions import load
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
 from remat.planning.forms import StepForm, StepForms, why_whole
-from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import FormChoice, PlanRequest
 from remat.planning.search import Judge
@@ -55,7 +54,7 @@ from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.cached import cached
 from tests.examples import examples
-from tests.studies import forms_of
+from tests.studies import forms_of, plan_profile
 from tests.toys import CPU, Block
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo", "one_thread"), pytest.mark.every_slice]

@@ -32,7 +32,6 @@ from remat.execution.eager.region_tape import RegionWatch
 from remat.execution.first_step import LOCALS, FirstStep
 from remat.execution.modules.search_space import find_module_space
 from remat.planning.budget import Budget
-from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import FormChoice
 from remat.recording.fake_step import FakeStep, autocast_context
@@ -41,6 +40,7 @@ from remat.units import MIB
 from remat.workload.workload import Workload
 from tests import tricky_layers
 from tests.spoiling import SPOILT
+from tests.studies import plan_profile
 from tests.toys import (
     CHOICES,
     CPU,

@@ -22,7 +22,6 @@ from remat.planning.budget import Budget, parse_budget, usable_bytes
 from remat.planning.card import reserving_at_most
 from remat.planning.estimate import estimate_of
 from remat.planning.forms import StepForm
-from remat.planning.planner import plan_profile
 from remat.planning.portfolio import BestPlan
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.study import FoundPlan
@@ -35,6 +34,7 @@ from remat.validation.prediction import simulated
 from remat.workload.target import Target
 from remat.workload.training_loop import TrainingLoop
 from tests.cached import cached
+from tests.studies import plan_profile
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 H100 = find_planning_device("h100-80gb")

@@ -42,7 +42,7 @@ from remat.fusion.fused_group import GroupRun
 from remat.fusion.groups import find_groups
 from remat.fusion.sums import FEW, sum_in_stages
 from remat.fusion.zeros import without
-from remat.planning.planner import plan, plan_profile
+from remat.planning.planner import plan
 from remat.planning.profiling import fake_step, profile_step
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
@@ -54,6 +54,7 @@ from tests.devices import DEVICE
 from tests.examples import examples
 from tests.fuzzing import verdicts
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
+from tests.studies import plan_profile
 from tests.toys import every_block, nested, pairs_of_segments, plan_by_hand
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")

@@ -33,7 +33,6 @@ from remat.evaluation.plan import Plan, to_refs
 from remat.execution.apply import apply
 from remat.execution.eager.replay import replay
 from remat.planning.budget import Budget
-from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.timeline import save_snapshot
 from remat.recording.fake_step import FakeStep
@@ -45,7 +44,7 @@ from remat.workload.training_loop import Holds, TrainingLoop
 from remat.workload.workload import Workload
 from tests.cached import cached
 from tests.command_line import Remat
-from tests.studies import micro_batches
+from tests.studies import micro_batches, plan_profile
 from tests.toys import CHOICES, CPU, TRANSFORMER, VOCAB, Choose, Transformer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")

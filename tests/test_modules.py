@@ -28,7 +28,6 @@ from remat.execution.modules.regions import ModuleCounts, PlannedModules
 from remat.execution.modules.replay import replay_modules
 from remat.execution.modules.search_space import Module, find_module_space
 from remat.planning.budget import Budget
-from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step
 from remat.recording.fake_step import FakeStep, autocast_context
 from remat.recording.recorder import record
@@ -36,6 +35,7 @@ from remat.validation.validating import validate
 from remat.workload.target import TARGETS
 from remat.workload.workload import Workload
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
+from tests.studies import plan_profile
 from tests.toys import (
     CONVNET,
     CPU,

@@ -47,7 +47,6 @@ from remat.offloading.timeline import Timeline
 from remat.planning.budget import parse_budget
 from remat.planning.comparison import NO_OFFLOAD, OFFLOAD_ALL, OFFLOAD_INPUTS
 from remat.planning.links import link_of, require_offloads
-from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.recording.fake_step import FakeStep
 from remat.solvers import HEURISTICS, load
@@ -62,7 +61,7 @@ from tests.fuzzing import verdicts
 from tests.graphs import spaces, toy_graph, toys
 from tests.offloads import FAULTS, Fault, LateCopies, late_copies, random_offloads
 from tests.oracle import every_plan
-from tests.studies import compared
+from tests.studies import compared, plan_profile
 from tests.toys import CHOICES, SHORT, WORKLOADS, plan_by_hand, planned_graphs, recorded, tokens
 from tests.toys import every_block as every_block_of
 from tests.toys import step as step_of

@@ -27,12 +27,12 @@ from remat.execution.apply import apply, counts_of, has_plan, remove
 from remat.execution.executions import load
 from remat.execution.modules.regions import ModuleCounts
 from remat.planning.budget import Budget
-from remat.planning.planner import plan_profile
 from remat.recording.fake_step import FakeStep
 from remat.validation.training import Training
 from remat.workload.target import TARGETS
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
+from tests.studies import plan_profile
 from tests.test_modules import plan_of
 from tests.toys import CPU, every_block, half_saved, nested, plan_by_hand, recorded
 

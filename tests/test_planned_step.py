@@ -23,11 +23,11 @@ from remat.evaluation.form import chunks_of
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, counts_of
 from remat.planning.budget import Budget
-from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import FormChoice
 from remat.validation.validating import validate
 from remat.workload.workload import Workload
+from tests.studies import plan_profile
 from tests.toys import Block, all_in_one, every_block, graph_of, plan_by_hand
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")

@@ -34,7 +34,6 @@ from remat.formulation.search_space import blocks, find_space, saveable
 from remat.formulation.solution import Limits
 from remat.models import TEST_SIZES
 from remat.planning.budget import Budget
-from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.search import Judge
 from remat.recording.fake_step import FakeStep
@@ -44,6 +43,7 @@ from remat.solvers import load
 from remat.units import gib
 from remat.workload.training_loop import TrainingLoop
 from tests import toys
+from tests.studies import plan_profile
 
 TARGETS = ("cpu", "a100-80gb", "h100-80gb")  # where attention is the CPU's, flash, and cuDNN's
 SHARES = (0.6, 0.7, 0.8, 0.9)  # of what the step takes without a plan

@@ -16,10 +16,10 @@ from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits, Solution
 from remat.models import TEST_SIZES
 from remat.planning.budget import Budget
-from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.recording.fake_step import FakeStep
 from remat.solvers import load
+from tests.studies import plan_profile
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 

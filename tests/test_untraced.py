@@ -23,7 +23,6 @@ from remat.models import TEST_SIZES
 from remat.planning.budget import Budget
 from remat.planning.estimate import estimate_of
 from remat.planning.micro_batches import RUNGS
-from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.recording.fake_step import FakeStep
 from remat.units import gib
@@ -32,7 +31,7 @@ from remat.validation.validating import validate
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.cached import cached
-from tests.studies import compared, fit_all, traced
+from tests.studies import compared, fit_all, plan_profile, traced
 from tests.toys import CPU, TRANSFORMER, Transformer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")

@@ -24,7 +24,7 @@ import json
 from remat.errors import Infeasible
 from remat.formulation.solution import Limits
 from remat.planning.budget import Budget
-from remat.planning.planner import plan_profile
+from tests.studies import plan_profile
 from remat.costing.planning_device import find_planning_device
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.advice import least_peak_of

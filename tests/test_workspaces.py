@@ -25,7 +25,6 @@ from remat.evaluation.graph import LIBRARY_WORKSPACES, OpKind
 from remat.evaluation.libraries import threads_that_multiply
 from remat.formulation.solution import Limits
 from remat.planning.budget import Budget
-from remat.planning.planner import plan_profile
 from remat.planning.profiling import fake_step, profile_step
 from remat.units import GIB, KIB, MIB
 from remat.workload.target import TARGETS, Target
@@ -33,7 +32,7 @@ from remat.workload.training_loop import TrainingLoop
 from tests import toys
 from tests.cached import cached
 from tests.devices import ON_CARD
-from tests.studies import micro_batches
+from tests.studies import micro_batches, plan_profile
 
 H100 = TARGETS["h100-80gb"].with_versions("2.13.0")
 CPU = Target("cpu", "cpu", GIB, 1e4, {"float32": 1e6})

@@ -18,7 +18,6 @@ class Clock:
     first_s      for the first search of a form         longer_s  for a second search of one that may be the best
     window_s     for each micro-batch size where activations may be offloaded: its optimum is rarely proved
     layers_s     for each number of layers whose weights are on the host
-    advice_s     for the least peak under each remedy that a refusal proposes
 
     Parts of the exact solver:
 
@@ -34,7 +33,6 @@ class Clock:
     longer_s: float = 12.0
     window_s: float = 8.0
     layers_s: float = 4.0
-    advice_s: float = 10.0
     program_s: float = 40.0
     finer_s: float = 20.0
     small_gap_s: float = 8.0

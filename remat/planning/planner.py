@@ -11,16 +11,14 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 from remat.capture.generators import generators_kept
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, UsageError
-from remat.evaluation.form import Form
 from remat.evaluation.plan import Plan
 from remat.execution.executions import EAGER
-from remat.formulation.search_space import Space
 from remat.formulation.solution import Limits
 from remat.offloading.link import Link
 from remat.planning.assemble import plan_of
@@ -31,8 +29,7 @@ from remat.planning.links import ACTIVATIONS, beside_state, require_offloads
 from remat.planning.menu import with_alternatives
 from remat.planning.portfolio import BestPlan, fastest
 from remat.planning.profiling import fake_step, profile_step
-from remat.planning.request import FormChoice, Numerics, PlanRequest, RequestKeywords
-from remat.planning.search import OnReplay
+from remat.planning.request import FormChoice, Numerics, PlanRequest
 from remat.planning.shorter import require_lengths, whole_lengths, with_shorter
 from remat.planning.study import Study
 from remat.recording.fake_step import FakeStep
@@ -217,24 +214,6 @@ def _planned(study: Study, budget: Budget) -> Plan:
     made = plan_of(study, found, budget.limit_bytes)
     footprints = [each.to_json() for each in footprints_of(study, found, settings)]
     return dataclasses.replace(made, predicted={**made.predicted, "allocator": footprints})
-
-
-def plan_profile(
-    profile: Profile,
-    limit: Budget,
-    *,
-    step: FakeStep | None = None,
-    link: Link | None = None,
-    space: Space | None = None,
-    on_replay: OnReplay | None = None,
-    on_form: Callable[[Form], None] | None = None,
-    **wanted: Unpack[RequestKeywords],
-) -> Plan:
-    """Plan a profile; the other arguments are those of a Study and of a `PlanRequest`."""
-    request = PlanRequest.of(**wanted)
-    return plan_study(
-        Study(profile, request, step, budget=limit, link=link, space=space, on_replay=on_replay, on_form=on_form)
-    )
 
 
 @contextlib.contextmanager

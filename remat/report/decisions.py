@@ -25,7 +25,6 @@ DECISIONS: tuple[Decision, ...] = ("kept", "in slices", "fused", "saved", "offlo
 SLICED_OPS, FUSED_OP = ("chunked_loss", CHUNKED_ROWS), "fused("  # how the operators of forms are spelled in a graph
 MOST_CHANGES = 400  # other choices that are asked for, those of the largest results first
 MOST_ROWS = 4000  # nodes of which each has a row
-OUTSIDE_MODULES = "outside modules"
 
 
 @dataclasses.dataclass(frozen=True)

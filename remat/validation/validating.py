@@ -35,7 +35,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -49,7 +48,7 @@ from remat.evaluation.form import form_of
 from remat.evaluation.forwards import PASSES, without_sizes
 from remat.evaluation.plan import Plan, RegionRef, drawn_lengths, traced_branches
 from remat.execution import executions
-from remat.execution.apply import counts_of, planned_forward, remove
+from remat.execution.apply import planned_forward, remove
 from remat.execution.base import Execution
 from remat.execution.eager.region_tape import Counts
 from remat.execution.modules.regions import ModuleCounts
@@ -373,25 +372,21 @@ class _Validation:
             expected, far = self._unrecomputed(training, expected)
             kernels_expected = expected.kernels
         elif form.rows or otherwise:
-            kernels_expected = self._kernels_unrecomputed(training)
+            kernels_expected = self._first_unrecomputed(training).kernels
         self._apply(training, self.plan.regions)
         kernels = KernelLog()
-        unseen = kernels.paused if kernels else contextlib.nullcontext
-        sums, groups = SumsSeen(training.model, unseen), GroupsSeen(unseen)
-        if kernels is None:
-            counts = counts_of(training.model)
-        else:
-            counts = planned_forward(training.model).watch(observe=True, recompute_context=kernels.paused)
-            if form.chunks:
-                sums.watch(planned_forward(training.model).head_watch)
-            if form.rows:
-                sums.watch_rows(planned_forward(training.model).rows_watch)
-            if fused:
-                planned_forward(training.model).group_watch.on_run = groups
+        sums, groups = SumsSeen(training.model, kernels.paused), GroupsSeen(kernels.paused)
+        planned = planned_forward(training.model)
+        counts = planned.watch(observe=True, recompute_context=kernels.paused)
+        if form.chunks:
+            sums.watch(planned.head_watch)
+        if form.rows:
+            sums.watch_rows(planned.rows_watch)
+        if fused:
+            planned.group_watch.on_run = groups
         found = _first_step(training, kernels)
         offloads, counts = self._moved(training), copy.deepcopy(counts)
-        if kernels is not None:
-            planned_forward(training.model).watch(observe=False)
+        planned.watch(observe=False)
         training.finish()  # which may run forward and backward again
         names = [name for name, p in training.model.named_parameters() if p.requires_grad]
         too_far = sums.too_far(names, expected.gradients, found.gradients)
@@ -455,16 +450,11 @@ class _Validation:
         """Run the first step in the plan's form without recomputation."""
         self._apply(training, ())
         kernels = KernelLog()
-        if kernels is not None:
-            planned_forward(training.model).watch(observe=False, recompute_context=kernels.paused)
+        planned_forward(training.model).watch(observe=False, recompute_context=kernels.paused)
         found = _first_step(training, kernels)
         training.finish()
         remove(training.model)
         return found
-
-    def _kernels_unrecomputed(self, training: Training) -> Any:
-        """Return the kernels of that step."""
-        return self._first_unrecomputed(training).kernels
 
     def _unrecomputed(self, training: Training, untouched: _FirstStep) -> tuple[_FirstStep, list[str]]:
         """Run the first step in the plan's form without recomputation; list parameters far from the eager baseline."""

@@ -96,10 +96,6 @@ class Target:
         """Return the time to move `size_bytes` to the host's memory, or back."""
         return size_bytes / self.host_bytes_per_us
 
-    def exposed_swap_us(self, size_bytes: int, behind_us: float) -> float:
-        """Return the part of that time that computation of `behind_us` does not hide."""
-        return max(self.swap_us(size_bytes) - behind_us, 0.0)
-
 
 def named(text: str, targets: Mapping[str, Target], torch: str, cudnn: tuple[int, ...] | None = None) -> Target | None:
     """Return the target called `text`, with the versions that it states; None for an unknown name."""

@@ -32,7 +32,6 @@ COLOURS = {
     "workspaces": "#009e73",
 }
 OTHER_COLOUR = "#bbbbbb"
-RECOMPUTING_COLOUR = "#56b4e9"
 MEASURED, BUDGET = "#111111", "#b2182b"
 
 
