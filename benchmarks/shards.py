@@ -12,7 +12,7 @@ from benchmarks import by_name
 from remat.models import bert as berts
 from remat.models import gpt2 as gpts
 from remat.models import llama as llamas
-from remat.models.common import causal_workload
+from remat.models.common import text_model
 from remat.workload.workload import Workload
 
 VOCAB = 8192  # so that layers, not the loss, are most of the peak
@@ -38,7 +38,7 @@ def qwen3_moe() -> Workload:
     experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 768}
     shape = {"vocab_size": VOCAB, "hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 32}
     heads = {"num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 4096, "tie_word_embeddings": False}
-    return causal_workload("qwen3-moe-4", "Qwen3Moe", {**shape, **heads, **experts}, batch_size=4, seq_len=2048)
+    return text_model("qwen3-moe-4", "Qwen3Moe", {**shape, **heads, **experts}, batch_size=4, seq_len=2048)
 
 
 MODELS = ("gpt2", "llama", "bert", "qwen3_moe")

@@ -97,33 +97,7 @@ MORE_TEST_SIZES: dict[str, Callable[[], Workload]] = {
 }
 
 
-def without_images(name: str, make: Callable[[], Workload]) -> Callable[..., Workload]:
-    """Wrap `make` for the registry so that it takes an image size and refuses it."""
-
-    def checked(*, image_size: int | None = None) -> Workload:
-        if image_size is not None:
-            raise UsageError(
-                f"image size {image_size} was given, but model {name} takes text. "
-                f"Leave it out, or choose one of {', '.join(IMAGES)}."
-            )
-        return make()
-
-    return checked
-
-
-def with_images(make: Callable[..., Workload]) -> Callable[..., Workload]:
-    """Wrap `make` for the registry: no image size means the model's own."""
-
-    def sized(*, image_size: int | None = None) -> Workload:
-        return make() if image_size is None else make(image_size)
-
-    return sized
-
-
-REGISTRY: dict[str, Callable[..., Workload]] = {
-    **{name: without_images(name, make) for name, make in TEXT.items()},
-    **{name: with_images(make) for name, make in IMAGES.items()},
-}
+REGISTRY: dict[str, Callable[..., Workload]] = {**TEXT, **IMAGES}
 
 
 def names() -> list[str]:
@@ -137,4 +111,11 @@ def build(name: str, image_size: int | None = None) -> Workload:
         close = difflib.get_close_matches(name, REGISTRY)
         meant = f" Did you mean {' or '.join(close)}?" if close else ""
         raise UsageError(f"model {name!r} is not known.{meant} Choose one of {', '.join(REGISTRY)}.")
-    return REGISTRY[name](image_size=image_size)
+    if image_size is None:
+        return REGISTRY[name]()
+    if name not in IMAGES:
+        raise UsageError(
+            f"image size {image_size} was given, but model {name} takes text. "
+            f"Leave it out, or choose one of {', '.join(IMAGES)}."
+        )
+    return IMAGES[name](image_size)

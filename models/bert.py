@@ -6,9 +6,7 @@ either way, and memory and time are the same.
 
 from __future__ import annotations
 
-from torch import nn
-
-from remat.models.common import TRAINING_TEXT, text_workload, transformers
+from remat.models.common import text_model
 from remat.workload.workload import Workload
 
 
@@ -22,23 +20,17 @@ def workload(
     positions: int = 512,
     vocab: int = 30522,
 ) -> Workload:
-    library = transformers()
-
-    def build() -> nn.Module:
-        config = library.BertConfig(
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            intermediate_size=4 * width,
-            max_position_embeddings=positions,
-            vocab_size=vocab,
-            hidden_dropout_prob=0.1,
-            attention_probs_dropout_prob=0.1,
-            **TRAINING_TEXT,
-        )
-        return library.BertForMaskedLM(config).train()
-
-    return text_workload(name, build, vocab=vocab, positions=positions, batch_size=batch_size, seq_len=positions)
+    shape = {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * width,
+        "max_position_embeddings": positions,
+        "vocab_size": vocab,
+        "hidden_dropout_prob": 0.1,
+        "attention_probs_dropout_prob": 0.1,
+    }
+    return text_model(name, "Bert", shape, model="BertForMaskedLM", batch_size=batch_size, seq_len=positions)
 
 
 def bert_large() -> Workload:

@@ -1,7 +1,7 @@
 """Shared parts of the families: the library, random batches, the step, and the two kinds of workload.
 
-A family file turns a few numbers into a `transformers` configuration and hands `build` to one of the two
-functions below. The rules that hold for all of them:
+A family file hands the name of a family of `transformers` and its shape to `text_model` or `image_model`. The rules
+that hold for all of them:
 
 1. `transformers` is imported when a workload is made, never when this package is: importing it takes seconds.
 2. No device is named. Tensors are made on the default device, which is `meta` or fake while planning.
@@ -94,7 +94,7 @@ def text_workload(
     return Workload(name, build, batch, loss_of, batch_size, seq_len, autocast=torch.bfloat16)
 
 
-def causal_workload(
+def text_model(
     name: str,
     family: str,
     shape: Mapping[str, Any],
@@ -103,29 +103,36 @@ def causal_workload(
     seq_len: int,
     config: str | None = None,
     model: str | None = None,
+    labels_len: Callable[[int], int] = lambda length: length,
 ) -> Workload:
     """Make a workload of a `family` of transformers (`Qwen3`: Qwen3Config, Qwen3ForCausalLM) with `shape`.
 
     `config` and `model` name its classes if these have other names. `shape` has the published configuration's own keys.
     Raises UsageError if the installed transformers lack the class.
     """
-    library = transformers()
-    make_config, make_model = (
-        member(library, each, name) for each in (config or f"{family}Config", model or f"{family}ForCausalLM")
+    build, made = builder(
+        name, config or f"{family}Config", model or f"{family}ForCausalLM", {**TRAINING_TEXT, **shape}
     )
-    made = make_config(**shape)
-
-    def build() -> nn.Module:
-        return make_model(make_config(**TRAINING_TEXT | copy.deepcopy(dict(shape)))).train()
-
     return text_workload(
         name,
         build,
         vocab=made.vocab_size,
-        positions=made.max_position_embeddings,
+        positions=getattr(made, "max_position_embeddings", None),
         batch_size=batch_size,
         seq_len=seq_len,
+        labels_len=labels_len,
     )
+
+
+def builder(name: str, config: str, model: str, shape: Mapping[str, Any]) -> tuple[Callable[[], nn.Module], Any]:
+    """Return the builder of a class `model` of transformers for the workload `name`, and its configuration."""
+    library = transformers()
+    make_config, make_model = member(library, config, name), member(library, model, name)
+
+    def build() -> nn.Module:
+        return make_model(make_config(**copy.deepcopy(dict(shape)))).train()
+
+    return build, make_config(**copy.deepcopy(dict(shape)))
 
 
 def member(library: Any, class_name: str, model: str) -> Any:
@@ -172,15 +179,21 @@ def packed(workload: Workload) -> Workload:
     return dataclasses.replace(workload, batch=batch)
 
 
-def image_workload(
-    name: str, build: Callable[[], nn.Module], *, image_size: int, stride: int, labels: int, batch_size: int
+def image_model(
+    name: str, family: str, shape: Mapping[str, Any], *, image_size: int, stride: int, labels: int, batch_size: int
 ) -> Workload:
-    """Make an image classifier's workload on random square images, whose side is a multiple of `stride`."""
+    """Make an image classifier's workload (`ViT`: ViTConfig, ViTForImageClassification) on random square images.
+
+    Their side is a multiple of `stride`. Without a problem type, the model would derive it from the first labels and
+    write it into the configuration in the middle of a captured forward.
+    """
     if image_size < stride or image_size % stride:
         raise UsageError(
             f"image size {image_size} is not a multiple of {stride}, the stride of model {name}. "
             f"Choose {max(1, round(image_size / stride)) * stride}, for example."
         )
+    head = {"num_labels": labels, "problem_type": "single_label_classification"}
+    build, _ = builder(name, f"{family}Config", f"{family}ForImageClassification", {**shape, **head})
 
     def batch(samples: int, length: int | None) -> Batch:
         if length is not None:
@@ -194,12 +207,3 @@ def image_workload(
         }
 
     return Workload(name, build, batch, loss_of, batch_size, autocast=torch.bfloat16)
-
-
-def classifier(labels: int) -> dict[str, Any]:
-    """Return options of an image classifier's configuration.
-
-    Without a problem type, the model would derive it from the first labels and write it into the configuration in the
-    middle of a captured forward.
-    """
-    return {"num_labels": labels, "problem_type": "single_label_classification"}

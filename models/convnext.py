@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
-
-from remat.models.common import classifier, image_workload, transformers
+from remat.models.common import image_model
 from remat.workload.workload import Workload
 
 
@@ -17,19 +15,15 @@ def workload(
     image_size: int,
     labels: int,
 ) -> Workload:
-    library = transformers()
-
-    def build() -> nn.Module:
-        config = library.ConvNextV2Config(
-            hidden_sizes=widths,
-            depths=depths,
-            image_size=image_size,
-            drop_path_rate=0.1,
-            **classifier(labels),
-        )
-        return library.ConvNextV2ForImageClassification(config).train()
-
-    return image_workload(name, build, image_size=image_size, stride=32, labels=labels, batch_size=batch_size)
+    shape = {
+        "hidden_sizes": widths,
+        "depths": depths,
+        "image_size": image_size,
+        "drop_path_rate": 0.1,
+    }
+    return image_model(
+        name, "ConvNextV2", shape, image_size=image_size, stride=32, labels=labels, batch_size=batch_size
+    )
 
 
 def convnextv2_base(image_size: int = 224) -> Workload:

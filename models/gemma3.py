@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from remat.models.common import SMALL, causal_workload
+from remat.models.common import SMALL, text_model
 from remat.workload.workload import Workload
 
 _SHAPE: dict[str, Any] = {
@@ -25,7 +25,7 @@ _SHAPE: dict[str, Any] = {
 
 
 def _workload(name: str, shape: dict[str, Any], batch_size: int, seq_len: int) -> Workload:
-    return causal_workload(name, "Gemma3", shape, config="Gemma3TextConfig", batch_size=batch_size, seq_len=seq_len)
+    return text_model(name, "Gemma3", shape, config="Gemma3TextConfig", batch_size=batch_size, seq_len=seq_len)
 
 
 def gemma_3_1b() -> Workload:

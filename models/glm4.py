@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from remat.models.common import causal_workload
+from remat.models.common import text_model
 from remat.workload.workload import Workload
 
 _SHAPE: dict[str, Any] = {
@@ -34,7 +34,7 @@ _SHAPE: dict[str, Any] = {
 
 
 def glm_4_7_flash() -> Workload:
-    return causal_workload("glm-4.7-flash", "Glm4MoeLite", _SHAPE, batch_size=1, seq_len=4096)
+    return text_model("glm-4.7-flash", "Glm4MoeLite", _SHAPE, batch_size=1, seq_len=4096)
 
 
 def small() -> Workload:
@@ -56,4 +56,4 @@ def small() -> Workload:
         "v_head_dim": 32,
         "max_position_embeddings": 256,
     }
-    return causal_workload("glm-4.7-test", "Glm4MoeLite", shape, batch_size=8, seq_len=256)
+    return text_model("glm-4.7-test", "Glm4MoeLite", shape, batch_size=8, seq_len=256)

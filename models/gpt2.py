@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch import nn
 
-from remat.models.common import TRAINING_TEXT, text_workload, transformers
+from remat.models.common import text_model
 from remat.workload.workload import Workload
 
 
@@ -19,29 +21,28 @@ def workload(
     vocab: int = 50257,
 ) -> Workload:
     """Make a workload of the GPT-2 class, trained on sequences as long as its positions."""
-    library = transformers()
+    shape = {
+        "n_embd": width,
+        "n_layer": layers,
+        "n_head": heads,
+        "n_positions": positions,
+        "vocab_size": vocab,
+        "bos_token_id": vocab - 1,
+        "eos_token_id": vocab - 1,
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+    }
+    made = text_model(name, "GPT2", shape, model="GPT2LMHeadModel", batch_size=batch_size, seq_len=positions)
 
     def build() -> nn.Module:
-        config = library.GPT2Config(
-            n_embd=width,
-            n_layer=layers,
-            n_head=heads,
-            n_positions=positions,
-            vocab_size=vocab,
-            bos_token_id=vocab - 1,
-            eos_token_id=vocab - 1,
-            resid_pdrop=0.1,
-            embd_pdrop=0.1,
-            attn_pdrop=0.1,
-            **TRAINING_TEXT,
-        )
-        model = library.GPT2LMHeadModel(config)
+        model = made.build()
         # The library reads the loss off the class's name, and this name does not tell: it would warn inside
         # the first forward, and logging breaks a captured graph in two.
-        model.loss_type = "ForCausalLM"
-        return model.train()
+        model.loss_type = "ForCausalLM"  # type: ignore[assignment]
+        return model
 
-    return text_workload(name, build, vocab=vocab, positions=positions, batch_size=batch_size, seq_len=positions)
+    return dataclasses.replace(made, build=build)
 
 
 def gpt2() -> Workload:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from remat.models.common import causal_workload
+from remat.models.common import text_model
 from remat.workload.workload import Workload
 
 _SHAPE: dict[str, Any] = {
@@ -30,7 +30,7 @@ _SHAPE: dict[str, Any] = {
 
 
 def gpt_oss_20b() -> Workload:
-    return causal_workload("gpt-oss-20b", "GptOss", _SHAPE, batch_size=1, seq_len=4096)
+    return text_model("gpt-oss-20b", "GptOss", _SHAPE, batch_size=1, seq_len=4096)
 
 
 def small() -> Workload:
@@ -48,4 +48,4 @@ def small() -> Workload:
         "sliding_window": 64,
         "max_position_embeddings": 256,
     }
-    return causal_workload("gpt-oss-test", "GptOss", shape, batch_size=8, seq_len=256)
+    return text_model("gpt-oss-test", "GptOss", shape, batch_size=8, seq_len=256)

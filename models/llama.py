@@ -6,9 +6,7 @@ they change the numbers in one small table and nothing else.
 
 from __future__ import annotations
 
-from torch import nn
-
-from remat.models.common import TRAINING_TEXT, text_workload, transformers
+from remat.models.common import text_model
 from remat.workload.workload import Workload
 
 
@@ -26,25 +24,19 @@ def workload(
     positions: int = 131072,
     vocab: int = 128256,
 ) -> Workload:
-    library = transformers()
-
-    def build() -> nn.Module:
-        config = library.LlamaConfig(
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            intermediate_size=mlp,
-            tie_word_embeddings=tied,
-            max_position_embeddings=positions,
-            vocab_size=vocab,
-            rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-            **TRAINING_TEXT,
-        )
-        return library.LlamaForCausalLM(config).train()
-
-    return text_workload(name, build, vocab=vocab, positions=positions, batch_size=batch_size, seq_len=seq_len)
+    shape = {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": mlp,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": positions,
+        "vocab_size": vocab,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    }
+    return text_model(name, "Llama", shape, batch_size=batch_size, seq_len=seq_len)
 
 
 def llama_1b() -> Workload:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from remat.models.common import SMALL, causal_workload
+from remat.models.common import SMALL, text_model
 from remat.workload.workload import Workload
 
 _SHAPE: dict[str, Any] = {
@@ -24,9 +24,9 @@ _SHAPE: dict[str, Any] = {
 
 
 def mistral_7b() -> Workload:
-    return causal_workload("mistral-7b", "Mistral", _SHAPE, batch_size=1, seq_len=4096)
+    return text_model("mistral-7b", "Mistral", _SHAPE, batch_size=1, seq_len=4096)
 
 
 def small() -> Workload:
     shape = {**_SHAPE, **SMALL, "intermediate_size": 480}
-    return causal_workload("mistral-test", "Mistral", shape, batch_size=12, seq_len=256)
+    return text_model("mistral-test", "Mistral", shape, batch_size=12, seq_len=256)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from remat.models.common import causal_workload
+from remat.models.common import text_model
 from remat.workload.workload import Workload
 
 _KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
@@ -40,7 +40,7 @@ def _layers(pattern: str) -> dict[str, list[str]]:
 
 
 def nemotron_3_nano() -> Workload:
-    return causal_workload("nemotron-3-nano", "NemotronH", {**_SHAPE, **_layers(_PATTERN)}, batch_size=1, seq_len=4096)
+    return text_model("nemotron-3-nano", "NemotronH", {**_SHAPE, **_layers(_PATTERN)}, batch_size=1, seq_len=4096)
 
 
 def small() -> Workload:
@@ -62,4 +62,4 @@ def small() -> Workload:
         "moe_shared_expert_intermediate_size": 128,
         "max_position_embeddings": 256,
     }
-    return causal_workload("nemotron-3-test", "NemotronH", shape, batch_size=4, seq_len=256)
+    return text_model("nemotron-3-test", "NemotronH", shape, batch_size=4, seq_len=256)

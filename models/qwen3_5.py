@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from remat.models.common import causal_workload
+from remat.models.common import text_model
 from remat.workload.workload import Workload
 
 _SHAPE: dict[str, Any] = {
@@ -30,7 +30,7 @@ _SHAPE: dict[str, Any] = {
 
 
 def _workload(name: str, shape: dict[str, Any], batch_size: int, seq_len: int) -> Workload:
-    return causal_workload(name, "Qwen3_5", shape, config="Qwen3_5TextConfig", batch_size=batch_size, seq_len=seq_len)
+    return text_model(name, "Qwen3_5", shape, config="Qwen3_5TextConfig", batch_size=batch_size, seq_len=seq_len)
 
 
 def qwen3_5_9b() -> Workload:

@@ -8,9 +8,7 @@ those copies are most of this workload's memory.
 
 from __future__ import annotations
 
-from torch import nn
-
-from remat.models.common import TRAINING_TEXT, text_workload, transformers
+from remat.models.common import text_model
 from remat.workload.workload import Workload
 
 
@@ -27,27 +25,21 @@ def workload(
     positions: int = 32768,
     vocab: int = 151936,
 ) -> Workload:
-    library = transformers()
-
-    def build() -> nn.Module:
-        config = library.Qwen3MoeConfig(
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=width // heads,
-            moe_intermediate_size=expert_mlp,
-            num_experts=8,
-            num_experts_per_tok=2,
-            max_position_embeddings=positions,
-            vocab_size=vocab,
-            tie_word_embeddings=True,
-            experts_implementation="batched_mm",
-            **TRAINING_TEXT,
-        )
-        return library.Qwen3MoeForCausalLM(config).train()
-
-    return text_workload(name, build, vocab=vocab, positions=positions, batch_size=batch_size, seq_len=seq_len)
+    shape = {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": width // heads,
+        "moe_intermediate_size": expert_mlp,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": positions,
+        "vocab_size": vocab,
+        "tie_word_embeddings": True,
+        "experts_implementation": "batched_mm",
+    }
+    return text_model(name, "Qwen3Moe", shape, batch_size=batch_size, seq_len=seq_len)
 
 
 def qwen3_moe() -> Workload:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
-
-from remat.models.common import classifier, image_workload, transformers
+from remat.models.common import image_model
 from remat.workload.workload import Workload
 
 
@@ -19,13 +17,12 @@ def workload(
     labels: int,
 ) -> Workload:
     """Make a bottleneck ResNet workload, from the stem's width and each stage's output width and blocks."""
-    library = transformers()
-
-    def build() -> nn.Module:
-        config = library.ResNetConfig(embedding_size=stem, hidden_sizes=widths, depths=depths, **classifier(labels))
-        return library.ResNetForImageClassification(config).train()
-
-    return image_workload(name, build, image_size=image_size, stride=32, labels=labels, batch_size=batch_size)
+    shape = {
+        "embedding_size": stem,
+        "hidden_sizes": widths,
+        "depths": depths,
+    }
+    return image_model(name, "ResNet", shape, image_size=image_size, stride=32, labels=labels, batch_size=batch_size)
 
 
 def resnet50(image_size: int = 224) -> Workload:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
-
-from remat.models.common import classifier, image_workload, transformers
+from remat.models.common import image_model
 from remat.workload.workload import Workload
 
 
@@ -20,22 +18,16 @@ def workload(
     labels: int,
 ) -> Workload:
     """Make a Swin workload; stage s has `depths[s]` blocks of `heads[s]` heads and width `width * 2**s`."""
-    library = transformers()
-
-    def build() -> nn.Module:
-        config = library.SwinConfig(
-            embed_dim=width,
-            depths=depths,
-            num_heads=heads,
-            window_size=window,
-            image_size=image_size,
-            drop_path_rate=0.1,
-            attn_implementation="sdpa",
-            **classifier(labels),
-        )
-        return library.SwinForImageClassification(config).train()
-
-    return image_workload(name, build, image_size=image_size, stride=32, labels=labels, batch_size=batch_size)
+    shape = {
+        "embed_dim": width,
+        "depths": depths,
+        "num_heads": heads,
+        "window_size": window,
+        "image_size": image_size,
+        "drop_path_rate": 0.1,
+        "attn_implementation": "sdpa",
+    }
+    return image_model(name, "Swin", shape, image_size=image_size, stride=32, labels=labels, batch_size=batch_size)
 
 
 def swin_base(image_size: int = 224) -> Workload:

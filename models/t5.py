@@ -6,9 +6,7 @@ The sequence length is the encoder's. The decoder gets a quarter of it: span cor
 
 from __future__ import annotations
 
-from torch import nn
-
-from remat.models.common import TRAINING_TEXT, text_workload, transformers
+from remat.models.common import text_model
 from remat.workload.workload import Workload
 
 
@@ -23,26 +21,21 @@ def workload(
     vocab: int = 32128,
 ) -> Workload:
     """Make a workload of an encoder and a decoder of `layers` layers each."""
-    library = transformers()
-
-    def build() -> nn.Module:
-        config = library.T5Config(
-            d_model=width,
-            d_kv=width // heads,
-            d_ff=4 * width,
-            num_layers=layers,
-            num_heads=heads,
-            vocab_size=vocab,
-            dropout_rate=0.1,
-            decoder_start_token_id=0,
-            **TRAINING_TEXT,
-        )
-        return library.T5ForConditionalGeneration(config).train()
-
-    return text_workload(
+    shape = {
+        "d_model": width,
+        "d_kv": width // heads,
+        "d_ff": 4 * width,
+        "num_layers": layers,
+        "num_heads": heads,
+        "vocab_size": vocab,
+        "dropout_rate": 0.1,
+        "decoder_start_token_id": 0,
+    }
+    return text_model(
         name,
-        build,
-        vocab=vocab,
+        "T5",
+        shape,
+        model="T5ForConditionalGeneration",
         batch_size=batch_size,
         seq_len=seq_len,
         labels_len=lambda length: -(-length // 4),

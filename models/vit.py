@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
-
-from remat.models.common import classifier, image_workload, transformers
+from remat.models.common import image_model
 from remat.workload.workload import Workload
 
 PATCH = 16
@@ -13,23 +11,17 @@ PATCH = 16
 def workload(
     name: str, *, width: int, layers: int, heads: int, batch_size: int, image_size: int, labels: int
 ) -> Workload:
-    library = transformers()
-
-    def build() -> nn.Module:
-        config = library.ViTConfig(
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            intermediate_size=4 * width,
-            image_size=image_size,
-            patch_size=PATCH,
-            hidden_dropout_prob=0.1,
-            attn_implementation="sdpa",
-            **classifier(labels),
-        )
-        return library.ViTForImageClassification(config).train()
-
-    return image_workload(name, build, image_size=image_size, stride=PATCH, labels=labels, batch_size=batch_size)
+    shape = {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * width,
+        "image_size": image_size,
+        "patch_size": PATCH,
+        "hidden_dropout_prob": 0.1,
+        "attn_implementation": "sdpa",
+    }
+    return image_model(name, "ViT", shape, image_size=image_size, stride=PATCH, labels=labels, batch_size=batch_size)
 
 
 def vit_l16(image_size: int = 224) -> Workload:

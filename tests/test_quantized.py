@@ -18,7 +18,7 @@ from remat.evaluation.graph import Graph
 from remat.execution.apply import apply, counts_of
 from remat.models import qwen3
 from remat.models.adapters import Lora, with_lora
-from remat.models.common import causal_workload
+from remat.models.common import text_model
 from remat.models.quantized import quantized
 from remat.recording.fake_step import FakeStep
 from remat.recording.tracker import Tracker
@@ -41,7 +41,7 @@ SAMPLES, LENGTH, LAYERS = 2, 16, 2
 
 def workload() -> Workload:
     shape = {**qwen3.SMALL, "num_hidden_layers": LAYERS, "tie_word_embeddings": True}
-    made = causal_workload("tiny", "Qwen3", shape, batch_size=SAMPLES, seq_len=LENGTH)
+    made = text_model("tiny", "Qwen3", shape, batch_size=SAMPLES, seq_len=LENGTH)
     return with_lora(quantized(made, "nf4"), Lora(4), frozen=None)
 
 

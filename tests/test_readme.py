@@ -129,7 +129,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.chdir(folder)
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setattr(sys, "path", list(sys.path))
-        patch.setitem(models.REGISTRY, "gpt2", models.without_images("gpt2", small))
+        patch.setitem(models.REGISTRY, "gpt2", small)
         yield folder
 
 
