@@ -69,7 +69,7 @@ ROOMS = {
         ),
     ),
     "diagnosis": ("costing", "evaluation", "reservation"),
-    "report": ("costing", "evaluation", "formulation", "offloading", "planning"),
+    "report": ("costing", "evaluation", "offloading", "planning"),
     "cli": (
         *("costing", "diagnosis", "evaluation", "execution", "formulation", "integrations", "models", "offloading"),
         *("planning", "recording", "report", "solvers", "validation", "workload"),

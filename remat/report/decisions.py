@@ -1,9 +1,7 @@
-"""Decisions: what a plan does with every node, as a tree of modules, and what another choice there would cost.
+"""Decisions: what a plan does with every node, as a tree of modules.
 
 All bytes and times are the evaluator's. *Held* is what of a node's results is alive on the device from forward into
-backward under the plan; *without regions* is the same where nothing is recomputed or offloaded. What it would cost to
-decide otherwise is asked one decision at a time (`changes.py`): of nodes that a region saves or could save, of what
-is on the host, and of segments outside regions, where the answer stands at the first node that they keep.
+backward under the plan; *without regions* is the same where nothing is recomputed or offloaded.
 """
 
 from __future__ import annotations
@@ -18,12 +16,10 @@ from remat.costing.profile import Profile
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import CHUNKED_ROWS, Graph
 from remat.evaluation.plan import Offload, Region, saved_nodes
-from remat.report.changes import Change, Changes, leaf_regions
 
 Decision = Literal["kept", "saved", "recomputed", "offloaded", "in slices", "fused", "nothing to keep"]
 DECISIONS: tuple[Decision, ...] = ("kept", "in slices", "fused", "saved", "offloaded", "recomputed", "nothing to keep")
 SLICED_OPS, FUSED_OP = ("chunked_loss", CHUNKED_ROWS), "fused("  # how the operators of forms are spelled in a graph
-MOST_CHANGES = 400  # other choices that are asked for, those of the largest results first
 MOST_ROWS = 4000  # nodes of which each has a row
 
 
@@ -33,8 +29,6 @@ class Leaf:
 
     host_bytes  of its results that are on the host in between
     again_us    of running it a second (third, ...) time
-    change      cost of deciding otherwise; None: not computed
-    alike       number of nodes under the same decision, itself included: a segment is recomputed as a whole
     """
 
     index: int
@@ -46,8 +40,6 @@ class Leaf:
     forward_us: float
     again_us: float
     host_bytes: int = 0
-    change: Change | None = None
-    alike: int = 1
 
     @property
     def is_idle(self) -> bool:
@@ -97,15 +89,16 @@ class DecisionBranch:
         return [(decision, round(share, 2)) for decision, share in of.items() if share >= 0.01]
 
 
-def tree_of(
-    profile: Profile, regions: Sequence[Region], offloads: Sequence[Offload] = (), *, changes: int = MOST_CHANGES
-) -> DecisionBranch:
+def tree_of(profile: Profile, regions: Sequence[Region], offloads: Sequence[Offload] = ()) -> DecisionBranch:
     """Build the tree of every node under `regions` and `offloads`, below its modules."""
     leaves = _leaves(profile, regions, offloads)
-    if changes and (regions or offloads):
-        for index, change, alike in _changes(Changes(profile, regions, offloads), regions, offloads, leaves, changes):
-            leaves[index] = dataclasses.replace(leaves[index], change=change, alike=alike)
     return _grown([(node.module, leaf) for node, leaf in zip(profile.graph.nodes, leaves, strict=True)])
+
+
+def _leaf_regions(regions: Sequence[Region]) -> Iterator[Region]:
+    """Yield the regions without inner regions."""
+    for region in regions:
+        yield from _leaf_regions(region.inner) if region.inner else (region,)
 
 
 def _leaves(profile: Profile, regions: Sequence[Region], offloads: Sequence[Offload]) -> list[Leaf]:
@@ -121,7 +114,7 @@ def _leaves(profile: Profile, regions: Sequence[Region], offloads: Sequence[Offl
     again = (curve.region >= 0) & curve.executed
     again_us = np.bincount(graph.op_node[curve.op[again]], op_us[curve.op[again]], minlength=count)
     called_again = _called_again(memory, regions, np.unique(graph.op_node[curve.op[again]]))
-    saved = {node for region in leaf_regions(regions) for node in saved_nodes(graph, region)}
+    saved = {node for region in _leaf_regions(regions) for node in saved_nodes(graph, region)}
     return [
         Leaf(
             index=i,
@@ -156,7 +149,7 @@ def _decision(graph: Graph, node: int, saved: bool, again: bool, on_host: bool, 
 def _called_again(memory: Memory, regions: Sequence[Region], run_again: np.ndarray) -> set[int]:
     """Return the nodes that are called a second time, including those without operators, such as views."""
     found = set(run_again.tolist())
-    for region in leaf_regions(regions):
+    for region in _leaf_regions(regions):
         count = memory.recomputed_nodes((region,))
         saved = saved_nodes(memory.graph, region)
         found |= set([node for node in range(region.first, region.end) if node not in saved][:count])
@@ -171,33 +164,6 @@ def _held_bytes(memory: Memory, regions: Sequence[Region]) -> np.ndarray:
     crosses = (lives.birth[:count] < backward) & (lives.death[:count] >= backward) & (graph.storages.node >= 0)
     sizes = np.bincount(graph.storages.node[crosses], graph.storages.size_bytes[crosses], minlength=len(graph.nodes))
     return sizes.astype(np.int64)
-
-
-# Other choices
-
-
-def _changes(
-    changes: Changes, regions: Sequence[Region], offloads: Sequence[Offload], leaves: Sequence[Leaf], most: int
-) -> Iterator[tuple[int, Change, int]]:
-    """Yield (node, cost of deciding otherwise, number of nodes concerned), the largest results first."""
-    inside = [leaf for region in leaf_regions(regions) for leaf in leaves[region.first : region.end]]
-    wanted = [
-        leaf
-        for leaf in inside
-        if (leaf.decision == "saved" and not changes.graph.nodes[leaf.index].decides)
-        or (leaf.decision == "recomputed" and not leaf.host_bytes and leaf.index in changes.saveable)
-    ]
-    for leaf in sorted(wanted, key=lambda leaf: (-leaf.plain_bytes, leaf.index))[:most]:
-        yield leaf.index, changes.saved_or_not(leaf.index), 1
-    of_node: dict[int, list[int]] = {}
-    for each in offloads:
-        of_node.setdefault(int(changes.graph.storages.node[each.storage]), []).append(each.storage)
-    for node, storages in of_node.items():
-        yield node, changes.on_the_device(storages), 1
-    for segment, change in changes.recomputed():
-        keeping = [leaf for leaf in leaves[segment.first : segment.end] if leaf.held_bytes]
-        if keeping and keeping[0].index not in of_node:
-            yield keeping[0].index, change, sum(not leaf.is_idle for leaf in leaves[segment.first : segment.end])
 
 
 # The tree

@@ -11,7 +11,7 @@ import functools
 import importlib.resources
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -22,9 +22,8 @@ from remat.evaluation.alternative import Alternative
 from remat.evaluation.plan import Plan
 from remat.report import proof
 from remat.report.answer import PlanAnswer, answer_of
-from remat.report.changes import Changes, Move, leaf_regions
 from remat.report.curve import ReportCurve, curve_of
-from remat.report.decisions import DECISIONS, MOST_CHANGES, MOST_ROWS, Decision, DecisionBranch, tree_of
+from remat.report.decisions import DECISIONS, MOST_ROWS, Decision, DecisionBranch, tree_of
 from remat.report.material import Material
 from remat.report.proof import Fact, NextStep
 from remat.report.step import ReportStep, slug_of, step_of
@@ -35,16 +34,6 @@ OPEN_ROWS = 14  # rows of modules that are shown at first
 CODE = re.compile(r"`([^`]+)`")
 HUES = 9  # that others than the curve have
 TEMPLATE, STYLE, SCRIPT = "page.html.j2", "page.css", "page.js"
-
-
-@dataclasses.dataclass(frozen=True)
-class BorderRow:
-    """A border of a region: its name, the node behind it, and the cost of moving it."""
-
-    what: str
-    at: str
-    earlier: str
-    later: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +50,8 @@ class Page:
     curve: ReportCurve | None
     step: ReportStep | None
     tree: DecisionBranch | None
-    tree_notes: tuple[str, ...]
     strip: tuple[tuple[Decision, int, int], ...]
     strip_summary: str
-    borders: tuple[BorderRow, ...]
     decided: tuple[tuple[Decision, int, int], ...]
     opened: frozenset[str]
     shows_nodes: bool
@@ -79,6 +66,11 @@ class Page:
     data: Markup
     style: Markup
     script: Markup
+
+    @property
+    def idle_nodes(self) -> int:
+        """Nodes that have no row, because they take neither time nor bytes."""
+        return sum(leaf.is_idle for leaf in self.tree.leaves) if self.tree is not None else 0
 
     @property
     def sections(self) -> tuple[str, ...]:
@@ -100,29 +92,26 @@ def rendered(page: Page) -> str:
     """Render the page as text; rows of nodes are left out if it exceeds `MOST_BYTES` with them."""
     text = _template().render(page=page)
     if page.shows_nodes and len(text.encode()) > MOST_BYTES:
-        text = _template().render(page=_without_nodes(page))
+        text = _template().render(page=dataclasses.replace(page, shows_nodes=False))
     return text
 
 
 def page_of(material: Material) -> Page:
     step = step_of(material)
-    tree = _tree(material)
-    shows_nodes = tree is not None and sum(1 for _ in tree.leaves) <= MOST_ROWS
+    tree = None if material.profile is None else tree_of(material.profile, material.regions, material.offloads)
     places = _places(tree)
-    page = Page(
+    return Page(
         answer=answer_of(material),
         target=material.target,
         plan=material.plan,
         curve=curve_of(material) if material.plan is not None else None,
         step=step,
         tree=tree,
-        tree_notes=tuple(_tree_notes(material, tree)),
         strip=tuple(_strip(tree, places)),
         strip_summary=_strip_summary(tree),
-        borders=tuple(_borders(material)),
         decided=tuple(_decided(tree)),
         opened=_opened(tree),
-        shows_nodes=True,
+        shows_nodes=tree is not None and sum(1 for _ in tree.leaves) <= MOST_ROWS,
         proof=proof.proof_of(material),
         validated=proof.validation_facts(material.validation),
         measuring_notes=tuple((material.validation or {}).get("notes", ())),
@@ -135,68 +124,9 @@ def page_of(material: Material) -> Page:
         style=_asset(STYLE),
         script=_asset(SCRIPT),
     )
-    return page if shows_nodes else _without_nodes(page)
-
-
-def _without_nodes(page: Page) -> Page:
-    note = "This model has more nodes than a page can list, so modules are listed without nodes."
-    return dataclasses.replace(page, shows_nodes=False, tree_notes=(*page.tree_notes, note))
 
 
 # Decisions
-
-
-def _tree(material: Material) -> DecisionBranch | None:
-    if material.profile is None:
-        return None
-    changes = MOST_CHANGES if _is_of_nodes(material) else 0
-    return tree_of(material.profile, material.regions, material.offloads, changes=changes)
-
-
-def _is_of_nodes(material: Material) -> bool:
-    """Return whether the plan decides about nodes, as `Changes` does."""
-    return material.plan is not None and material.plan.execution == "eager"
-
-
-def _tree_notes(material: Material, tree: DecisionBranch | None) -> list[str]:
-    if tree is None:
-        return []
-    notes = []
-    if idle := sum(leaf.is_idle for leaf in tree.leaves):
-        notes.append(f"{idle} nodes that take neither time nor bytes have no row.")
-    asked = sum(leaf.change is not None for leaf in tree.leaves)
-    if not asked:
-        return notes
-    return [
-        *notes,
-        f"What another decision would cost was computed at {asked} nodes, each with all other decisions as they are. "
-        "Of what no region holds, a whole segment is recomputed or none of it; the answer stands at the first node "
-        "that keeps something.",
-    ]
-
-
-def _borders(material: Material) -> Iterator[BorderRow]:
-    """Yield every border of the plan's regions with the price of moving it."""
-    if material.profile is None or not _is_of_nodes(material):
-        return
-    nodes = material.profile.graph.nodes
-    regions = list(leaf_regions(material.regions))
-
-    def place(node: int) -> str:
-        if node >= len(nodes):
-            return "the end of the forward"
-        return f"{nodes[node].name} in {nodes[node].module}" if nodes[node].module else nodes[node].name
-
-    def price(move: Move | None) -> str:
-        if move is None:
-            return "-"
-        over = material.plan is not None and move.peak_bytes > material.plan.budget_bytes
-        return f"{_signed_us(move.more_us)}, peak {gib(move.peak_bytes)}{' (over the budget)' if over else ''}"
-
-    for border in Changes(material.profile, material.regions, material.offloads).borders():
-        told = [f"region {i + 1} ends" for i, region in enumerate(regions) if region.end == border.at]
-        told += [f"region {i + 1} begins" for i, region in enumerate(regions) if region.first == border.at]
-        yield BorderRow(", ".join(told), place(border.at), price(border.earlier), price(border.later))
 
 
 def _places(tree: DecisionBranch | None) -> list[tuple[int, int]]:
@@ -316,7 +246,6 @@ def _template() -> jinja2.Template:
         "hue": _hue,
         "coded": _coded,
         "us": _us,
-        "signed_us": _signed_us,
     }
     return environment.get_template(TEMPLATE)
 
@@ -341,10 +270,3 @@ def _us(time_us: float) -> str:
     if time_us < 0.05:
         return "-"
     return f"{time_us:.0f} us" if time_us < 1000 else ms(time_us)
-
-
-def _signed_us(time_us: float) -> str:
-    if abs(time_us) < 0.5:
-        return "no time"
-    size = f"{abs(time_us):.0f} us" if abs(time_us) < 1000 else ms(abs(time_us))
-    return f"{size} {'more' if time_us > 0 else 'less'}"
