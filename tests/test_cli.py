@@ -337,7 +337,7 @@ def test_a_plan_short_of_the_proof_says_how_far() -> None:
         ),
         pytest.param(against("--strategies", ","), "--strategies names none; choose from", id="no-strategy"),
         pytest.param(against("--save", "no/such"), "no/such cannot be written: there is no folder", id="save-folder"),
-        pytest.param(over("--plot", "c.pdf"), "a plot is a file that ends in .png, .svg or .html", id="plot-ending"),
+        pytest.param(over("--plot", "c.pdf"), "a plot is a file that ends in .png or .svg", id="plot-ending"),
         pytest.param(over("--plot", "no/c.png"), "no/c.png cannot be written: there is no folder", id="plot-folder"),
         pytest.param(over("--points", "1"), "Invalid value for '--points'", id="points"),
         pytest.param(["show", "none.json"], "there is no plan file at none.json", id="no-plan"),

@@ -111,10 +111,9 @@ def test_the_largest_batch_is_a_plan(remat: Remat) -> None:
 # timeline
 
 
-def test_a_timeline_is_a_chart_a_plot_and_a_snapshot(remat: Remat) -> None:
-    ran = remat("timeline", *MODEL, "--budget", "84MiB", "--plot", "step.png", "--snapshot", "step.pickle")
-    assert (ran.exit_code, Path("step.png").stat().st_size > 5_000) == (0, True)
-    assert "peak " in ran.stdout and "budget 84.00 MiB" in ran.stdout
+def test_a_timeline_is_a_chart_and_a_snapshot(remat: Remat) -> None:
+    ran = remat("timeline", *MODEL, "--budget", "84MiB", "--snapshot", "step.pickle")
+    assert ran.exit_code == 0 and "peak " in ran.stdout and "budget 84.00 MiB" in ran.stdout
     with Path("step.pickle").open("rb") as file:
         assert pickle.load(file)["device_traces"][0]
 
@@ -157,7 +156,6 @@ def test_on_the_cpu_the_measured_curve_is_drawn_beside(remat: Remat) -> None:
         (("estimate", "--model", "model.py:stack", "--target", "h300"), "target 'h300' is not known"),
         (("estimate", *MODEL, "--plan", "some.plan.json"), "cannot go with --plan"),
         (("estimate", "--model", "gpt2", "--seq-len", "2048"), "more than the 1024 positions"),
-        (("timeline", *MODEL, "--plot", "step.pdf"), "ends in .png, .svg or .html"),
         (("timeline", *MODEL, "--measure"), "add --target cpu"),
     ],
 )

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from remat.cli.plots.timeline_plot import draw
 from remat.costing.costs import estimated_costs
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
@@ -138,14 +137,6 @@ def test_a_long_step_is_thinned_and_keeps_its_peak(monkeypatch: pytest.MonkeyPat
     found = timeline(profiled())
     assert len(found.time_us) == 50 < POINTS
     assert found.alive_bytes.max() == found.peak_bytes
-
-
-@pytest.mark.parametrize("ending", ["png", "svg", "html"])
-def test_a_timeline_is_drawn(ending: str, tmp_path: Path) -> None:
-    measured = (np.array([0.0, 1.0, 2.0]), np.array([1 << 20, 1 << 21, 1 << 20]))
-    path = tmp_path / f"step.{ending}"
-    draw(dataclasses.replace(drawn(), measured=measured), path)
-    assert path.stat().st_size > 5_000
 
 
 def test_the_snapshot_replays_to_the_predicted_peak(tmp_path: Path) -> None:

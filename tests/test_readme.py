@@ -43,7 +43,6 @@ from tests.toys import plan_for, tokens
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
-pytest.importorskip("plotly")
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "fresh_dynamo"),
     pytest.mark.filterwarnings(
@@ -193,7 +192,7 @@ SLOW_COMMANDS = {
     "remat fit --model gpt2 --budget 20GiB --max-batch": "a fit; test_cli_memory.py asks for the largest batch too",
     "remat compare --model gpt2 --budget 20GiB": "test_cli.py compares",
     "remat plan --trainer train.py:make_trainer --budget 20GiB": "test_trainers.py plans for a Trainer",
-    "remat sweep --model gpt2 --plot gpt2.html": "another sweep is run, and test_cli.py plots one",
+    "remat sweep --model gpt2 --plot gpt2.png": "another sweep is run, and test_cli.py plots one",
     "remat fit --model gpt2 --budget 20GiB --global-batch 256": "a fit; `--max-batch` is another",
     "remat fit --model gpt2 --budget 12GiB --global-batch 32 --target h100-80gb --offload activations": "a fit",
     "remat plan --model gpt2 --budget 20GiB --menu": "test_menu.py",
@@ -206,7 +205,7 @@ SLOW_COMMANDS = {
     "remat profile --model gpt2 --costs h100.csv": "test_kernel_table.py writes a table on the command line",
     "remat estimate --model gpt2": "test_cli_memory.py estimates on the command line",
     "remat check --model gpt2 --target rtx4090": "test_checking.py checks on the command line",
-    "remat timeline --plan gpt2.plan.json --plot gpt2.png --snapshot gpt2.pickle": "test_cli_memory.py draws one",
+    "remat timeline --plan gpt2.plan.json --snapshot gpt2.pickle": "test_cli_memory.py writes one",
 }
 
 

@@ -219,42 +219,31 @@ def test_an_interrupt_keeps_the_points_so_far(profile: Profile, raised: bool) ->
 # Plots
 
 
-@pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("a.SVG", b"<?xml"), ("a.html", b"<html")])
+@pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("a.SVG", b"<?xml")])
 def test_a_plot_is_a_file_by_its_ending(found: Sweep, tmp_path: Path, name: str, begins: bytes) -> None:
-    pytest.importorskip(plotting.PACKAGES[Path(name).suffix.lower()])
+    pytest.importorskip("matplotlib")
     plotting.draw(found, tmp_path / name)
     data = (tmp_path / name).read_bytes()
     assert begins in data[:40] and len(data) > 10_000
 
 
-def test_a_page_works_offline_and_says_what_every_point_is(found: Sweep, tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
-    plotting.draw(found, tmp_path / "a.html")
-    text = (tmp_path / "a.html").read_text()
-    assert '<script src="http' not in text and "every-block" in text
-    for word in ("budget ", "peak ", "overhead ", "gap ", "regions"):
-        assert word in text
-
-
-def test_what_is_not_proved_is_drawn_hollow_and_called_so(found: Sweep, tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
+def test_what_is_not_proved_is_called_so(found: Sweep, tmp_path: Path) -> None:
     points = tuple(dataclasses.replace(point, status="feasible") for point in found.points)
-    plotting.draw(dataclasses.replace(found, points=points), tmp_path / "a.html")
-    text = (tmp_path / "a.html").read_text()
-    assert "circle-open" in text and "not proved optimal" in text
+    plotting.draw(dataclasses.replace(found, points=points), tmp_path / "a.svg")
+    assert "not proved optimal" in (tmp_path / "a.svg").read_text()
 
 
-@pytest.mark.parametrize("name", ["a.pdf", "a", "png"])
+@pytest.mark.parametrize("name", ["a.pdf", "a", "png", "a.html"])
 def test_another_ending_is_refused_with_those_that_can_be_drawn(name: str) -> None:
-    with pytest.raises(UsageError, match=r"a file that ends in \.png, \.svg or \.html"):
+    with pytest.raises(UsageError, match=r"a file that ends in \.png or \.svg"):
         plotting.require(Path(name))
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plotting.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError) as missing:
-        plotting.require(Path("a.html"))
-    assert missing.value.name == "plotly"
+        plotting.require(Path("a.svg"))
+    assert missing.value.name == "matplotlib"
 
 
 @pytest.mark.exhaustive

@@ -55,7 +55,7 @@ WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 ERROR = "bold red"
 # Graphs live long: with Python's own thresholds, searching for garbage took a tenth of planning.
 GC_THRESHOLDS = (100_000, 20, 100)
-PACKAGES = ("matplotlib", "numpy", "ortools", "plotly", "torch", "transformers")
+PACKAGES = ("matplotlib", "numpy", "ortools", "torch", "transformers")
 
 # The base of what typer raises for a bad command line; its module depends on typer's version.
 CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]

@@ -36,7 +36,7 @@ def sweep(
     points: Annotated[int, typer.Option(min=2, max=1000, help="Budgets to solve for, at most.")] = 20,
     plot: Annotated[
         Path | None,
-        typer.Option(show_default=False, help="Draw the curve: .png, .svg, or interactive .html."),
+        typer.Option(show_default=False, help="Draw the curve: .png or .svg."),
     ] = None,
     out: Annotated[Path | None, typer.Option(show_default=False, help="Write the curve to a JSON file.")] = None,
     as_json: Json = False,

@@ -1,4 +1,4 @@
-"""`remat timeline`: the bytes alive over a step, by category, as a plot and for PyTorch's memory viewer."""
+"""`remat timeline`: the bytes alive over a step, by category, on the screen and for PyTorch's memory viewer."""
 
 from __future__ import annotations
 
@@ -27,31 +27,26 @@ def timeline(
     source: SourceOptions,
     plan: PlanInPlaceOfModel = None,
     budget: Annotated[
-        str | None, typer.Option(help="Also draw this line: bytes with a unit. A plan has its own.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw to this file: .png, .svg, or interactive .html.", show_default=False)
+        str | None, typer.Option(help="Show this beside the peak: bytes with a unit. A plan has its own.")
     ] = None,
     snapshot: Annotated[
         Path | None,
         typer.Option(help="Write a pickle for PyTorch's memory viewer (pytorch.org/memory_viz).", show_default=False),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Also run the step on the CPU, and draw its measured bytes.")
+        bool, typer.Option("--measure", help="Also run the step on the CPU, and measure its bytes.")
     ] = False,
     allocator: Allocator = None,
     as_json: Json = False,
 ) -> Answer:
-    """Show the bytes alive over the time of a step, by category."""
+    """Show the bytes alive over the time of a step, by category.
+
+    `remat report` draws them.
+    """
     from remat.cli.screen import live_line
 
-    for path in (plot, snapshot):
-        if path is not None:
-            require_writable(path)
-    if plot is not None:
-        from remat.cli.plots.sweep_plot import require
-
-        require(plot)
+    if snapshot is not None:
+        require_writable(snapshot)
     with live_line() as line:
         found, loaded = opened_step(source, plan, line)
         profile, _ = found.record()
@@ -68,13 +63,10 @@ def timeline(
         made = timeline(profile, regions, limit, allocator_of(loaded, allocator), offloads)
         if measure:
             made = _measured(made, found.spec, loaded, line)
-        if plot is not None:
-            from remat.cli.plots.timeline_plot import draw
-
-            draw(made, plot)
         if snapshot is not None:
             save_snapshot(profile, regions, snapshot, offloads)
-    return _answer(made, plot, snapshot)
+    files = [str(snapshot)] if snapshot is not None else []
+    return Answer({**made.to_json(), "snapshot_path": files[0] if files else None}, _text(made, files))
 
 
 def _measured(made: StepTimeline, spec: ModelSpec | None, plan: Any, line: LiveLine) -> StepTimeline:
@@ -92,11 +84,6 @@ def _measured(made: StepTimeline, spec: ModelSpec | None, plan: Any, line: LiveL
 
 
 # The screen
-
-
-def _answer(made: StepTimeline, plot: Path | None, snapshot: Path | None) -> Answer:
-    files = {"plot_path": str(plot) if plot else None, "snapshot_path": str(snapshot) if snapshot else None}
-    return Answer({**made.to_json(), **files}, _text(made, [str(path) for path in (plot, snapshot) if path]))
 
 
 def _text(made: StepTimeline, files: list[str]) -> str:

@@ -1,7 +1,4 @@
-"""Plot a sweep: a picture (PNG, SVG by matplotlib) or an interactive page (HTML by plotly, works offline).
-
-Both packages are optional; what is asked for decides which is needed.
-"""
+"""Plot a sweep: a picture (PNG, SVG) by matplotlib, which is optional. `remat report` draws the interactive page."""
 
 from __future__ import annotations
 
@@ -12,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from remat.errors import UsageError
-from remat.units import GIB, gib, ms
+from remat.units import GIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from remat.planning.sweep import CurvePoint, Sweep
 
-PACKAGES = {".png": "matplotlib", ".svg": "matplotlib", ".html": "plotly"}
+ENDINGS = (".png", ".svg")
 X, Y = "peak memory of the training step, GiB", "added time, % of the step"
 LABELS = {
     "none": "no checkpointing",
@@ -46,46 +43,46 @@ OTHER_COLOURS = (
     "#b2182b",
     "#35978f",
 )
-MARKERS = (  # matplotlib's name, plotly's name
-    ("s", "square"),
-    ("^", "triangle-up"),
-    ("D", "diamond"),
-    ("v", "triangle-down"),
-    ("P", "cross"),
-    ("X", "x"),
-    ("p", "pentagon"),
-    (">", "triangle-right"),
-    ("<", "triangle-left"),
-    ("*", "star"),
-)
+MARKERS = ("s", "^", "D", "v", "P", "X", "p", ">", "<", "*")
 
 
 def require(path: Path) -> None:
     """Raise where `path` cannot be drawn: UsageError for its ending, ModuleNotFoundError for a missing package."""
-    package = PACKAGES.get(path.suffix.lower())
-    if package is None:
-        raise UsageError(f"{path} cannot be drawn: a plot is a file that ends in .png, .svg or .html.")
-    if importlib.util.find_spec(package) is None:
-        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    if path.suffix.lower() not in ENDINGS:
+        raise UsageError(
+            f"{path} cannot be drawn: a plot is a file that ends in .png or .svg. `remat report` draws a page."
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
 
 
 def draw(sweep: Sweep, path: Path) -> None:
     """Write the plot that the ending of `path` asks for."""
+    from matplotlib.figure import Figure
+
     require(path)
-    if path.suffix.lower() == ".html":
-        _draw_page(sweep, path)
-    else:
-        _draw_picture(sweep, path)
+    figure = Figure(figsize=(8, 5.4), dpi=160, layout="constrained")
+    axes = figure.subplots()
+    for series in _others(sweep):
+        look: dict[str, Any] = {"linestyle": "", "markersize": 6, "markeredgewidth": 0, "alpha": 0.9}
+        axes.plot(series.peaks, series.overheads, marker=series.marker, color=series.colour, label=series.label, **look)
+    _draw_curve(axes, _curve(sweep))
+    axes.set(xlabel=X, ylabel=Y, title=_title(sweep))
+    axes.set_ylim(bottom=min(-1.0, -0.03 * axes.get_ylim()[1]))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*_curve_first(axes), loc="outside lower center", ncols=3, frameon=False, fontsize="small")
+    figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Series:
-    """The points of a strategy and how they look; `marker` is (matplotlib's name, plotly's)."""
+    """The points of a strategy and how they look; `marker` is matplotlib's name."""
 
     label: str
     points: Sequence[CurvePoint]
     colour: str
-    marker: tuple[str, str]
+    marker: str
 
     @property
     def peaks(self) -> list[float]:
@@ -112,32 +109,13 @@ def _others(sweep: Sweep) -> Iterator[_Series]:
 def _curve(sweep: Sweep) -> _Series:
     proved = all(point.status == "optimal" for point in sweep.points)
     label = "remat, proved optimal" if proved else "remat (hollow: not proved optimal)"
-    return _Series(label, sweep.points, COLOUR, ("o", "circle"))
+    return _Series(label, sweep.points, COLOUR, "o")
 
 
 def _title(sweep: Sweep) -> str:
     about = sweep.about
     size = f"{about['batch_size']}" + (f" x {about['seq_len']}" if about["seq_len"] is not None else "")
     return f"{about['workload']}, batch {size}, on {sweep.target} ({sweep.costs} costs)"
-
-
-def _draw_picture(sweep: Sweep, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5.4), dpi=160, layout="constrained")
-    axes = figure.subplots()
-    for series in _others(sweep):
-        look: dict[str, Any] = {"linestyle": "", "markersize": 6, "markeredgewidth": 0, "alpha": 0.9}
-        axes.plot(
-            series.peaks, series.overheads, marker=series.marker[0], color=series.colour, label=series.label, **look
-        )
-    _draw_curve(axes, _curve(sweep))
-    axes.set(xlabel=X, ylabel=Y, title=_title(sweep))
-    axes.set_ylim(bottom=min(-1.0, -0.03 * axes.get_ylim()[1]))
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(*_curve_first(axes), loc="outside lower center", ncols=3, frameon=False, fontsize="small")
-    figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
 def _draw_curve(axes: Axes, curve: _Series) -> None:
@@ -157,41 +135,3 @@ def _draw_curve(axes: Axes, curve: _Series) -> None:
 def _curve_first(axes: Axes) -> tuple[list[Any], list[str]]:
     handles, labels = axes.get_legend_handles_labels()
     return [*handles[-2:], *handles[:-2]], [*labels[-2:], *labels[:-2]]
-
-
-def _draw_page(sweep: Sweep, path: Path) -> None:
-    from plotly import graph_objects
-
-    figure = graph_objects.Figure()
-    for series in (_curve(sweep), *_others(sweep)):
-        on_curve = series.points is sweep.points
-        marks = [
-            series.marker[1] + ("-open" if on_curve and point.status != "optimal" else "") for point in series.points
-        ]
-        figure.add_scatter(
-            x=series.peaks,
-            y=series.overheads,
-            name=series.label,
-            mode="lines+markers" if on_curve else "markers",
-            marker={"symbol": marks, "size": 9, "color": series.colour},
-            text=[_hover(point) for point in series.points],
-            hovertemplate="%{text}<extra></extra>",
-        )
-    figure.update_layout(
-        title=_title(sweep), xaxis_title=X, yaxis_title=Y, template="plotly_white", hovermode="closest"
-    )
-    figure.write_html(path, include_plotlyjs=True)
-
-
-def _hover(point: CurvePoint) -> str:
-    saved = f", {point.saved} outputs saved" if point.saved else ""
-    rows = [
-        f"<b>{point.strategy}</b>",
-        f"budget {gib(point.budget_bytes)}",
-        f"peak {gib(point.peak_bytes)}",
-        f"overhead {100 * point.overhead:.2f} %, {ms(point.recompute_time_us)} of recomputation",
-        point.form if point.form_time_us else "",
-        f"gap {100 * point.gap:.2f} %" if point.gap is not None else "",
-        f"{point.regions} regions{saved}",
-    ]
-    return "<br>".join(filter(None, rows))
