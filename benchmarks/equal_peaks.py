@@ -32,7 +32,7 @@ from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
 from remat.formulation.solution import Limits
 from remat.models import gpt2, llama
-from remat.planning.assemble import as_found
+from remat.planning.assemble import assemble
 from remat.planning.budget import Budget
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.study import FoundPlan, Study
@@ -110,7 +110,7 @@ class Contest:
         assert study.forms is not None
         at, budget_bytes = study.forms.like_liger(), 1 << 62
         solution = load_solver("every-block")(study.problem(at, budget_bytes), Limits())
-        return as_found(study, FoundPlan(at, solution, Limits()), budget_bytes)
+        return assemble(study, FoundPlan(at, solution, Limits()), budget_bytes)
 
     def row(self, prepare: Prepare) -> dict[str, Any]:
         peer = trained(self._workload, self._device, prepare)

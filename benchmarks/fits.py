@@ -19,7 +19,7 @@ from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
 from remat.formulation.solution import Limits, Solution
 from remat.models import TEST_SIZES
-from remat.planning.assemble import as_found
+from remat.planning.assemble import assemble
 from remat.planning.budget import Budget
 from remat.planning.fit import Sizing, largest_batch
 from remat.planning.request import PlanRequest
@@ -58,7 +58,7 @@ def row_of(model: str) -> dict[str, Any]:
     study = sizes.study(found + 1, False)
     problem, least = study.problem(study.captured, limit), study.least(study.captured, limits)
     solution = Solution("least-peak", "feasible", least.regions, problem.objective_ns(least.regions) / 1000)
-    over = as_found(study, FoundPlan(study.captured, solution, limits), least.peak_bytes)
+    over = assemble(study, FoundPlan(study.captured, solution, limits), least.peak_bytes)
     next_measured = run(workload.sized(found + 1), over)
     return {
         "budget_mib": _mib(limit),

@@ -49,7 +49,7 @@ from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits, Solution
 from remat.fusion import fused_group, kernels
 from remat.models import TEST_SIZES, build
-from remat.planning.assemble import as_found
+from remat.planning.assemble import assemble
 from remat.planning.budget import Budget
 from remat.planning.comparison import UNFUSED, compare_study
 from remat.planning.profiling import fake_step, profile_step
@@ -332,7 +332,7 @@ def _fused_profile(workload: Workload) -> Profile:
 def _fused_plan(workload: Workload) -> tuple[Plan, int]:
     """The plan of no regions for the fused step, and its peak with workspaces as measured."""
     study = Study(_fused_profile(workload))
-    plan = as_found(study, FoundPlan(study.captured, Solution("none", "feasible"), Limits()), 1 << 50)
+    plan = assemble(study, FoundPlan(study.captured, Solution("none", "feasible"), Limits()), 1 << 50)
     return plan, int(plan.predicted["peak_bytes"])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -23,14 +23,7 @@ from remat.recording.fake_step import LAYERS_ON_HOST
 def plan_of(study: Study, outcome: BestPlan, budget_bytes: int) -> Plan:
     """Return the plan of an outcome with its proof and the cost of its alternatives."""
     found = outcome.found
-    proof: Proof = {
-        "name": found.solution.solver,
-        "status": outcome.status,
-        "objective_us": found.price_us,
-        "bound_us": outcome.bound_us,
-        "gap": outcome.gap,
-        "wall_s": round(found.solution.wall_s, 3),
-    }
+    proof = proof_of(found, status=outcome.status, bound_us=outcome.bound_us, gap=outcome.gap)
     if outcome.interrupted:
         proof["interrupted"] = True
     if outcome.cut_short:
@@ -43,8 +36,14 @@ def plan_of(study: Study, outcome: BestPlan, budget_bytes: int) -> Plan:
     return assemble(study, found, budget_bytes, predicted, proof)
 
 
-def assemble(study: Study, found: FoundPlan, budget_bytes: int, predicted: Prediction, proof: Proof) -> Plan:
-    """Assemble the plan of a solution."""
+def assemble(
+    study: Study,
+    found: FoundPlan,
+    budget_bytes: int,
+    predicted: Prediction | None = None,
+    proof: Proof | None = None,
+) -> Plan:
+    """Assemble the plan of a solution, by default with the proof that its strategy gave."""
     problem, solution, profile = study.problem(found.at, budget_bytes), found.solution, found.at.profile
     graph = problem.graph
     return Plan(
@@ -54,9 +53,9 @@ def assemble(study: Study, found: FoundPlan, budget_bytes: int, predicted: Predi
         target=profile.target.name,
         costs=profile.costs.source,
         budget_bytes=budget_bytes,
-        predicted=predicted,
+        predicted=predicted or predict(study, found),
         without_checkpointing=study.without_checkpointing(),
-        solver=proof,
+        solver=proof or proof_of(found),
         space=problem.space.about(),
         execution=study.how.name,
         identities=graph.identities,
@@ -81,10 +80,10 @@ def _about(study: Study, found: FoundPlan) -> dict[str, Any]:
     return {**about, LEFT_WHOLE: reasons} if reasons else about
 
 
-def as_found(study: Study, found: FoundPlan, budget_bytes: int) -> Plan:
-    """Assemble the plan of a solution with the proof that its strategy gave."""
+def proof_of(found: FoundPlan, **better: Unpack[Proof]) -> Proof:
+    """Return the proof that the strategy of a plan gave, with what is known `better`."""
     solution = found.solution
-    proof: Proof = {
+    own: Proof = {
         "name": solution.solver,
         "status": solution.status,
         "objective_us": found.price_us,
@@ -92,7 +91,7 @@ def as_found(study: Study, found: FoundPlan, budget_bytes: int) -> Plan:
         "gap": solution.gap,
         "wall_s": round(solution.wall_s, 3),
     }
-    return assemble(study, found, budget_bytes, predict(study, found), proof)
+    return {**own, **better}
 
 
 def predict(study: Study, found: FoundPlan) -> Prediction:

@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Unpack
 
 from remat.capture.generators import generators_kept
 from remat.costing.planning_device import find_planning_device
-from remat.errors import Infeasible, NoPlanInTime
-from remat.evaluation.plan import Plan, Prediction, Proof, Region
+from remat.errors import Infeasible, NoPlanInTime, RematError
+from remat.evaluation.plan import Plan, Prediction, Region
 from remat.formulation import check
 from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
@@ -27,7 +27,7 @@ from remat.formulation.solution import Limits, Solution, Status
 from remat.offloading.link import Link
 from remat.offloading.schedule import stall_us, stashed_offloads
 from remat.offloading.timeline import Timeline
-from remat.planning.assemble import assemble, predict
+from remat.planning.assemble import assemble, proof_of
 from remat.planning.forms import StepForm
 from remat.planning.planner import headroom_on_top, studied
 from remat.planning.portfolio import BestPlan, fastest
@@ -321,13 +321,8 @@ class _Comparing:
 
     def _by_hand(self, bound_us: float) -> Iterator[StrategyRow]:
         """Yield rows of what people run in another form without a plan."""
-        forms = self._study.forms
-        assert forms is not None
-        others = [(forms.like_liger, "every-block", LIGER_LIKE)] if forms.are_losses else []
-        others += [(forms.fused, FUSE_ONLY, FUSE_ONLY)] if forms.fuse else []
         limits = self._limits.at_most(self._limits.clock.longer_s)
-        for form, strategy, name in others:
-            at = form()
+        for name, at, strategy in forms_by_hand(self._study):
             solution = strategy_solution(self._study.without_link, at, strategy, self._budget_bytes, limits)
             if solution.fits:
                 yield self._row(name, FoundPlan(at, solution, limits), bound_us)
@@ -351,15 +346,9 @@ class _Comparing:
                 solution = dataclasses.replace(solution, replayed_bytes=peak_bytes)
             found = dataclasses.replace(found, solution=solution, is_judged=asked is not None)
             proved_us = min(best_bound_us, found.price_us)
-            proof: Proof = {
-                "name": solution.solver,
-                "status": status,
-                "objective_us": found.price_us,
-                "bound_us": proved_us,
-                "gap": gap if outcome is not None else (found.price_us - proved_us) / max(found.price_us, 1.0),
-                "wall_s": round(solution.wall_s, 3),
-            }
-            plan = assemble(self._study, found, self._budget_bytes, predict(self._study, found), proof)
+            apart = gap if outcome is not None else (found.price_us - proved_us) / max(found.price_us, 1.0)
+            proof = proof_of(found, status=status, bound_us=proved_us, gap=apart)
+            plan = assemble(self._study, found, self._budget_bytes, proof=proof)
             predicted = plan.predicted
         about = found.at.profile.graph.about
         again_us = predicted.get("recompute_time_us")
@@ -392,6 +381,20 @@ class _Comparing:
         device_us = profile.costs.update_time_us(profile.graph, accumulation, added_us)
         update_us = max(device_us, self._study.host_time_us(found.at, regions, accumulation))
         return about["batch_size"] * accumulation / update_us * 1e6 if update_us else None
+
+
+def forms_by_hand(study: Study) -> Iterator[tuple[str, StepForm, str]]:
+    """Yield (name of the row, form, strategy) of what people run in another form without a planner."""
+    forms = study.forms
+    assert forms is not None
+    others = [(LIGER_LIKE, forms.like_liger, "every-block")] if forms.are_losses else []
+    others += [(FUSE_ONLY, forms.fused, FUSE_ONLY)] if forms.fuse else []
+    for name, form_of, strategy in others:
+        try:
+            at = form_of()
+        except RematError:  # the step, or a later graph, reads the logits
+            continue
+        yield name, at, strategy
 
 
 def offloaded_by_hand(problem: Problem, link: Link, name: str) -> Solution:

@@ -28,20 +28,19 @@ import numpy as np
 
 from remat.capture.generators import generators_kept
 from remat.costing.planning_device import find_planning_device
-from remat.errors import Infeasible, NoPlanInTime, RematError
+from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.form import CAPTURED_FORM, Form
 from remat.evaluation.plan import Region
 from remat.formulation.liveness import NS
-from remat.formulation.problem import Problem
 from remat.formulation.solution import Solution, Status
 from remat.planning.comparison import (
     FUSE_ONLY,
-    LIGER_LIKE,
     LOSS_WHOLE,
     NO_CHECKPOINTING,
     NO_OFFLOAD,
     UNFUSED,
     Heading,
+    forms_by_hand,
     solve,
 )
 from remat.planning.forms import StepForm
@@ -340,20 +339,9 @@ class _Trace:
 
     def show_by_hand(self) -> None:
         """Add plans in forms that people run without a planner: every block with a Liger-like head, or fused groups."""
-        forms = self._study.forms
-        assert forms is not None
-        made: list[tuple[str, Callable[[], StepForm], Callable[[Problem], tuple[Region, ...]]]] = []
-        if forms.are_losses:
-            made.append((LIGER_LIKE, forms.like_liger, every_block.regions))
-        if forms.fuse:
-            made.append((FUSE_ONLY, forms.fused, lambda problem: ()))
-        for name, form_of, regions_of in made:
-            try:
-                at = form_of()
-            except RematError:  # the step, or a later graph, reads the logits
-                continue
+        for name, at, strategy in forms_by_hand(self._study):
             problem = self._study.without_link.problem(at, 0)
-            regions = regions_of(problem)
+            regions = () if strategy == FUSE_ONLY else every_block.regions(problem)
             solution = Solution(name, "feasible", regions, self._recompute_us(at, regions))
             self.others.append(
                 self._solved(name, problem.curve(regions).peak_bytes, FoundPlan(at, solution, self._limits))
