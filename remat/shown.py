@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 Rows = Sequence[Sequence[str]]
 _CELL = "text-align:right;padding:.15em .9em .15em 0;font-variant-numeric:tabular-nums"
@@ -29,6 +29,15 @@ class Shown:
 
     def _repr_html_(self) -> str:
         return as_html(self._title, self._shown, self._header)
+
+
+def step_text(about: Mapping[str, Any]) -> str:
+    """Describe the sizes and the precision of a step, and its optimizer."""
+    size = f"batch {about['batch_size']}" + (f" x {about['seq_len']}" if about.get("seq_len") is not None else "")
+    over = f", accumulated over {about['accumulation']}" if about.get("accumulation", 1) > 1 else ""
+    weights = " and ".join(about.get("parameter_dtypes", ())) + " weights"
+    precision = f", {about['autocast']} autocast" if about.get("autocast") else ""
+    return f"{size}{over}, {weights}{precision}, {about.get('optimizer') or 'no optimizer'}"
 
 
 def as_text(title: str, rows: Rows, header: Sequence[str] = (), notes: Sequence[str] = ()) -> str:

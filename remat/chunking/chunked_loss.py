@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,9 @@ PIECE = 1 << 25  # maximum logits of a piece: products want many rows, the nodes
 PIECES = 8  # of a slice at least
 _IGNORE_INDEX = -100
 
+MakeContext = Callable[[], contextlib.AbstractContextManager[Any]]
+OnRows = Callable[[Any, Tensor, Sequence[Any], Tensor, Sequence[Tensor | None], MakeContext], None]
+
 
 def as_given(tensor: Tensor) -> Tensor:
     return tensor
@@ -52,7 +55,7 @@ def _anew(what: Hashable) -> contextlib.AbstractContextManager[bool]:
 
 @dataclasses.dataclass
 class Watch:
-    """Hooks that a validation or a recording puts around the heads of a model.
+    """Hooks that a validation or a recording puts around the heads and the chunked rows of a model.
 
     unseen   context of forward and backward: their kernels differ from the eager baseline's
     known    context of a part of a forward; equal arguments mean the same work on tensors of the same shapes; yields
@@ -60,6 +63,8 @@ class Watch:
     behind_slice  called in forward behind every slice but the last, with the number of slices so far
     on_sums  called in forward with a head, its inputs and its sums
     on_backward  called with a head and the gradient of its loss
+    on_rows  called in backward with chunked rows, their inputs (rows, and those beside them), the gradient of the
+             result, the sums (gradients of the inputs beside, or None), and the modes of the forward
     """
 
     unseen: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -67,6 +72,7 @@ class Watch:
     behind_slice: Callable[[int], None] | None = None
     on_sums: Callable[[ChunkedLoss, HeadInputs, Sums], None] | None = None
     on_backward: Callable[[ChunkedLoss, Tensor], None] | None = None
+    on_rows: OnRows | None = None
 
 
 @dataclasses.dataclass(frozen=True)

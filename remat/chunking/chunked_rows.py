@@ -26,26 +26,10 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from remat.capture.nodes import autocast
-from remat.chunking.chunked_loss import as_given
+from remat.chunking.chunked_loss import MakeContext, Watch, as_given
 from remat.errors import CaptureError
 
 ALIGNED_ROWS, FEWEST_ROWS = 64, 128  # of a slice: where it begins, and how many there are at least
-
-
-MakeContext = Callable[[], contextlib.AbstractContextManager[Any]]
-
-
-@dataclasses.dataclass
-class RowsWatch:
-    """Hooks around chunked rows.
-
-    on_run  called in backward with a run, its inputs (rows, and those beside them), the gradient of its result,
-            the sums (gradients of the inputs beside, or None), and the modes of its forward
-    """
-
-    on_run: (
-        Callable[[ChunkedRows, Tensor, Sequence[Any], Tensor, Sequence[Tensor | None], MakeContext], None] | None
-    ) = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,7 +53,7 @@ class ChunkedRows:
     residual: bool
     slices: int
     cast: Callable[[Tensor], Tensor] = autocast
-    watch: RowsWatch = dataclasses.field(default_factory=RowsWatch)
+    watch: Watch = dataclasses.field(default_factory=Watch)
     is_fused: bool = False
 
     def __call__(self, rows: Tensor, *beside: Any) -> Tensor:
@@ -209,8 +193,8 @@ class _Sliced(Function):
             return torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False)
 
         of_rows, sums = run.gradients(rows, beside, gradient, ctx.needs_input_grad[2:], under=under)
-        if run.watch.on_run is not None:
-            run.watch.on_run(run, rows, beside, gradient, sums, under)
+        if run.watch.on_rows is not None:
+            run.watch.on_rows(run, rows, beside, gradient, sums, under)
         found = [None if each is None else each.to(beside[i].dtype) for i, each in enumerate(sums)]
         del sums
         return None, None, of_rows, *found

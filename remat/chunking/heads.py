@@ -134,7 +134,7 @@ def _heads_and_whole_losses(graph_module: fx.GraphModule) -> Iterator[Head | Who
         try:
             yield _head_of(node)
         except _NoRule as reason:
-            logits = _tensor(loss_arguments(node).get("input"))
+            logits = tensor_of(loss_arguments(node).get("input"))
             size = 0 if logits is None else math.prod(map(size_hint, logits.shape)) * logits.element_size()
             yield WholeLoss(node, str(reason), size)
 
@@ -165,7 +165,7 @@ def chain_of(node: fx.Node) -> fx.Node:
 
 
 def _needs_gradient(node: fx.Node) -> bool:
-    value = _tensor(node)
+    value = tensor_of(node)
     return value is not None and value.requires_grad
 
 
@@ -173,7 +173,7 @@ def _arguments_of(node: fx.Node) -> list[str]:
     """Describe the arguments of a node beside the logits, for its text."""
     chain, found = chain_of(node), []
     for each in node.args if node.args[0] is not chain else node.args[1:]:
-        value = _tensor(each)
+        value = tensor_of(each)
         found.append("_" if each is chain else str(each) if value is None else f"{value.dtype}{list(value.shape)}")
     return found
 
@@ -196,7 +196,7 @@ def _head_of(loss: fx.Node) -> Head:
     if called(loss) == "nll_loss" and "log_softmax" not in map(kind_of, between):
         raise _NoRule("an `nll_loss` without a `log_softmax` has no rule")
     head = Head(node, tuple(between), loss, tuple(_scalings_after(loss)), tuple(constants))
-    reduced = _tensor(head.result)
+    reduced = tensor_of(head.result)
     if reduced is None or reduced.dim():
         raise _NoRule("the losses of its rows are not reduced by a sum or a mean")
     if not _is_only_added_to(head.result):
@@ -236,7 +236,7 @@ def kind_of(node: fx.Node) -> str:
 def _require_rule(loss: fx.Node) -> None:
     """Raise _NoRule if Rule 1 does not hold."""
     given = loss_arguments(loss)
-    logits, labels = _tensor(given.get("input")), _tensor(given.get("target"))
+    logits, labels = tensor_of(given.get("input")), tensor_of(given.get("target"))
     if logits is None or labels is None or labels.dtype != torch.int64 or labels.dim() == logits.dim():
         raise _NoRule("its labels are not class indices")
     if logits.dim() != 2:
@@ -257,7 +257,7 @@ def _makes_logits(node: Any) -> bool:
     rows, *weights = linear_arguments(node)
     if called(node) == "matmul" and not _is_transpose(node.args[1]):
         raise _NoRule(f"the weight of the product `{node}` is not a transposed parameter")
-    value = _tensor(rows)
+    value = tensor_of(rows)
     if value is None or value.dim() < 2 or not value.is_floating_point() or not _needs_gradient(node):
         raise _NoRule(f"`{node}` makes logits of something other than activations with a gradient")
     for weight in weights:
@@ -270,7 +270,7 @@ def _is_transpose(node: Any) -> bool:
     """Return whether a node is a matrix with its two dimensions exchanged."""
     if not isinstance(node, fx.Node) or kind_of(node) not in TRANSPOSES:
         return False
-    made, given = _tensor(node), _tensor(node.args[:1])
+    made, given = tensor_of(node), tensor_of(node.args[:1])
     if made is None or given is None or given.dim() != 2:
         return False
     return made.shape == given.shape[::-1] and made.stride() == given.stride()[::-1]
@@ -278,7 +278,7 @@ def _is_transpose(node: Any) -> bool:
 
 def _require_by_row(node: fx.Node, chain: fx.Node) -> None:
     """Raise _NoRule if Rule 2 does not hold."""
-    name, made, given = kind_of(node), _tensor(node), _tensor(chain)
+    name, made, given = kind_of(node), tensor_of(node), tensor_of(chain)
     unknown = _NoRule(f"`{node}` ({name}) between the logits and the loss has no rule")
     if made is None or given is None or made.shape[-1] != given.shape[-1]:
         raise unknown
@@ -303,7 +303,7 @@ def _require_by_row(node: fx.Node, chain: fx.Node) -> None:
 
 
 def _require_constant(node: fx.Node, constant: fx.Node, classes: Any) -> None:
-    value = _tensor(constant)
+    value = tensor_of(constant)
     if value is None or math.prod(value.shape[:-1]) != 1 or (value.dim() and value.shape[-1] not in (1, classes)):
         raise _NoRule(f"`{constant}`, which `{node}` takes, differs from row to row")
 
@@ -311,7 +311,7 @@ def _require_constant(node: fx.Node, constant: fx.Node, classes: Any) -> None:
 def selects_rows(node: fx.Node) -> bool:
     """Return whether an indexing takes slices of all dimensions but the last, and the last one whole."""
     index: Any = node.args[1]
-    given = _tensor(node.args[:1])
+    given = tensor_of(node.args[:1])
     index = index if isinstance(index, tuple) else (index,)
     if given is None or given.dim() < 2 or not all(isinstance(i, slice) or i is Ellipsis for i in index):
         return False
@@ -339,12 +339,12 @@ def _scalings_after(loss: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_scaling_of(node: fx.Node, loss: fx.Node) -> bool:
-    if kind_of(node) not in SCALINGS or node.kwargs or len(node.args) != 2 or _tensor(node) is None:
+    if kind_of(node) not in SCALINGS or node.kwargs or len(node.args) != 2 or tensor_of(node) is None:
         return False
     others = [argument for argument in node.args if argument is not loss]
     if len(others) != 1 or (node.args[0] is not loss and called(node) != "mul"):
         return False
-    value = _tensor(loss)
+    value = tensor_of(loss)
     return value is not None and all(_is_number(argument, value.dim()) for argument in others)
 
 
@@ -353,25 +353,30 @@ def _is_number(argument: Any, dims: int) -> bool:
     value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
     if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         return True
-    found = _tensor(argument)
+    found = tensor_of(argument)
     return found is not None and found.dim() <= dims and not found.requires_grad
 
 
 def _is_linear_of(node: fx.Node, losses: fx.Node) -> bool:
     """Return whether `node` reduces or reshapes the losses of rows. (Rule 1)"""
-    value = _tensor(losses)
+    value = tensor_of(losses)
     return (
         value is not None
         and value.dim() > 0
         and kind_of(node) in LINEAR
         and node.all_input_nodes == [losses]
-        and _tensor(node) is not None
+        and tensor_of(node) is not None
     )
 
 
-def _tensor(node: Any) -> torch.Tensor | None:
-    """Return the example value of a node, or of the only one in a tuple, if that is a tensor."""
+def tensor_of(node: Any, *, first: bool = False) -> torch.Tensor | None:
+    """Return the example value of a node, or of the only one in a tuple, if that is a tensor.
+
+    first  also if it is the first of several values
+    """
     if isinstance(node, tuple):
         node = node[0] if node else None
     found = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    if first and isinstance(found, (tuple, list)) and found:
+        found = found[0]
     return found if isinstance(found, torch.Tensor) else None

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from remat.capture.anchors import storage_key, writes
 from remat.capture.nodes import bracket_of, captured_nodes, may_draw
 from remat.capture.writing import asked
-from remat.chunking.heads import CASTS, COPIES, FLATTENINGS, kind_of, linear_arguments, size_hint
+from remat.chunking.heads import CASTS, COPIES, FLATTENINGS, kind_of, linear_arguments, size_hint, tensor_of
 from remat.evaluation.graph import CHUNKED_ROWS
 
 PRODUCTS = frozenset({"linear", "addmm"})
@@ -209,7 +209,7 @@ def _run(nodes: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> RowRun | Non
     left = [node for node in nodes if any(user not in inside for user in node.users)]
     if len(given) != 1 or left != [nodes[-1]] or is_view(nodes[0]):
         return None
-    value, result = _tensor(given[0]), _tensor(nodes[-1])
+    value, result = tensor_of(given[0]), tensor_of(nodes[-1])
     if value is None or result is None or value.dim() < 2 or not value.is_floating_point():
         return None
     if _leading(value) != _leading(result) or not (_is_contiguous(value) and _is_contiguous(result)):
@@ -223,13 +223,13 @@ def _run(nodes: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> RowRun | Non
 
 def _is_beside(source: fx.Node, weights: set[fx.Node]) -> bool:
     """Return whether an input has no rows: a product's weight, or one number per column, input to the graph."""
-    value = _tensor(source)
+    value = tensor_of(source)
     return value is not None and _is_given(source) and (source in weights or value.dim() <= 1)
 
 
 def _is_given(source: Any) -> bool:
     """Return whether a value enters the graph without a history that needs its gradient."""
-    value = _tensor(source)
+    value = tensor_of(source)
     if value is None or source.op not in ("placeholder", "get_attr"):
         return False
     return value.is_leaf or not value.requires_grad
@@ -262,7 +262,7 @@ def _readings(node: fx.Node, inside: set[fx.Node]) -> int:
 
 def _gives_on(user: fx.Node, node: fx.Node) -> bool:
     """Return whether `user` may return `node` itself: a cast to its own dtype, a dropout that is off."""
-    given, found = _tensor(node), _tensor(user)
+    given, found = tensor_of(node), tensor_of(user)
     may = kind_of(user) in CASTS | COPIES or "dropout" in kind_of(user)
     return may and given is not None and found is not None and found.dtype == given.dtype
 
@@ -295,7 +295,7 @@ def _may_write(node: fx.Node) -> bool:
 
 
 def _storages(node: Any) -> set[int]:
-    value = _tensor(node)
+    value = tensor_of(node)
     return set() if value is None else {storage_key(value)}
 
 
@@ -321,7 +321,7 @@ def _sources(node: fx.Node) -> list[fx.Node]:
 
 def _acts_by_row(node: fx.Node) -> bool:
     """Return whether a node acts on every row by itself. (Rule 1)"""
-    kind, value = kind_of(node), _first_tensor(node)
+    kind, value = kind_of(node), tensor_of(node, first=True)
     if value is None or not value.is_floating_point() or bracket_of(node) or writes(node) or may_draw(node):
         return False
     if kind in PRODUCTS:
@@ -342,7 +342,7 @@ def _acts_by_row(node: fx.Node) -> bool:
         return _width(node) == _width(node.args[0])
     if kind in SPLITS:
         dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-        given = _tensor(node.args[0])
+        given = tensor_of(node.args[0])
         return given is not None and dim in (-1, given.dim() - 1)
     if kind == "getitem":
         return _takes_part(node)
@@ -357,17 +357,17 @@ def _has_no_rows_or_all(source: fx.Node) -> bool:
 
     An embedding of positions is neither: it may have as many rows as a small batch has.
     """
-    value = _first_tensor(source)
+    value = tensor_of(source, first=True)
     return value is None or value.dim() <= 1 or source.op not in ("placeholder", "get_attr")
 
 
 def _is_product(node: fx.Node) -> bool:
     if kind_of(node) == "addmm" and (node.kwargs or len(node.args) != 3):
         return False
-    (weight, bias), made = product_weights(node), _tensor(_rows_argument(node))
+    (weight, bias), made = product_weights(node), tensor_of(_rows_argument(node))
     if not _is_given(weight) or not (bias is None or _is_given(bias)):
         return False
-    dimensions = [0 if each is None else each.dim() for each in map(_tensor, (weight, bias))]
+    dimensions = [0 if each is None else each.dim() for each in map(tensor_of, (weight, bias))]
     # Of rows with gaps between them, a product with a bias rounds otherwise in three dimensions than in two.
     return made is not None and made.dim() >= 2 and dimensions in ([2, 0], [2, 1]) and _is_contiguous(made)
 
@@ -402,7 +402,7 @@ def _is_value_free(node: fx.Node) -> bool:
 
 def _rows_of(node: fx.Node) -> int:
     """Return the number of rows in the value of a node; 0 if it is computed from weights alone."""
-    found = _first_tensor(node)
+    found = tensor_of(node, first=True)
     return 0 if found is None or found.dim() < 2 else _count(found)
 
 
@@ -411,18 +411,5 @@ def _count(value: torch.Tensor) -> int:
 
 
 def _width(node: Any) -> int:
-    found = _first_tensor(node)
+    found = tensor_of(node, first=True)
     return 0 if found is None or found.dim() == 0 else size_hint(found.shape[-1])
-
-
-def _first_tensor(node: Any) -> torch.Tensor | None:
-    """Return the example value of a node, the first of several."""
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    if isinstance(value, (tuple, list)) and value:
-        value = value[0]
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _tensor(node: Any) -> torch.Tensor | None:
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return value if isinstance(value, torch.Tensor) else None

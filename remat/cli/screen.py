@@ -26,6 +26,7 @@ from rich.theme import Theme
 
 from remat.evaluation.form import CAPTURED_FORM, LEFT_WHOLE, SLICED_OVERHEAD, WHOLE_LOSS_OVERHEAD, form_of
 from remat.evaluation.graph import CHUNKED_ROWS, TRACED_ONLY
+from remat.shown import step_text
 from remat.units import gib, ms
 
 if TYPE_CHECKING:
@@ -144,14 +145,7 @@ def execution_notes(execution: str) -> Iterator[str]:
 
 def heading(about: dict[str, Any], target: str, costs: str) -> str:
     """Describe the step and the device that an output is about."""
-    sizes = f"batch {about['batch_size']}"
-    if about["seq_len"] is not None:
-        sizes += f" x {about['seq_len']}"
-    weights = " and ".join(about["parameter_dtypes"]) + " weights"
-    autocast = f", {about['autocast']} autocast" if about["autocast"] else ""
-    accumulated = f", accumulated over {about['accumulation']}" if about["accumulation"] > 1 else ""
-    step = f"{sizes}{accumulated}, {weights}{autocast}, {about['optimizer'] or 'no optimizer'}"
-    return f"{about['workload']} on {target}, costs {costs}: {step}{_assumed(about)}"
+    return f"{about['workload']} on {target}, costs {costs}: {step_text(about)}{_assumed(about)}"
 
 
 def _assumed(about: dict[str, Any]) -> str:

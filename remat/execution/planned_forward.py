@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from remat.chunking.chunked_loss import Watch
-from remat.chunking.chunked_rows import RowsWatch
 from remat.evaluation.forwards import EVALUATES
 from remat.evaluation.plan import Plan
 from remat.execution.eager.offloading import Offloader
@@ -49,7 +48,7 @@ class PlannedForward(UnderPlan, abc.ABC):
 
     replaced     the forward that was set on the model itself before; None if there was none
     shorter      forwards of the same model under the plan's plans for shorter batches
-    head_watch, rows_watch, group_watch, region_watch  let `validate` look at what runs
+    chunk_watch, group_watch, region_watch  let `validate` look at what runs
     """
 
     def __init__(self, model: nn.Module, plan: Plan, on_larger: OnLarger, observe: bool, verify_first_step: bool):
@@ -60,10 +59,9 @@ class PlannedForward(UnderPlan, abc.ABC):
 
     def _prepare(self) -> None:
         """Make everything that copies and pickles leave out."""
-        self.head_watch, self.region_watch = Watch(), RegionWatch()
-        self.rows_watch, self.group_watch = RowsWatch(), GroupWatch()
+        self.chunk_watch, self.region_watch, self.group_watch = Watch(), RegionWatch(), GroupWatch()
         is_on = self.verify_first_step
-        self.first_step = FirstStep(self.model, self.plan, self.region_watch, self.head_watch, is_on=is_on)
+        self.first_step = FirstStep(self.model, self.plan, self.region_watch, self.chunk_watch, is_on=is_on)
         self.second_step = SecondStep(self.model, self.plan, is_on=is_on)
         self.reports = Reports(self._on_larger)
         self.forwards = StepForwards(self.plan)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,14 @@ class StepTimeline:
     def alive_bytes(self) -> np.ndarray:
         """Bytes alive at each moment."""
         return np.sum(list(self.parts.values()), axis=0)
+
+    def highest(self, stretches: int) -> Iterator[int]:
+        """Yield the index of the highest moment in each of equal stretches of the step."""
+        end = float(self.time_us[-1]) or 1.0
+        for number in range(stretches):
+            inside = (self.time_us >= end * number / stretches) & (self.time_us <= end * (number + 1) / stretches)
+            if inside.any():
+                yield int(np.where(inside, self.alive_bytes, -1).argmax())
 
     def to_json(self) -> dict[str, Any]:
         measured = None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Plan
 from remat.report.material import Material
+from remat.shown import step_text
 from remat.units import gib, ms
 
 
@@ -26,19 +26,11 @@ def answer_of(material: Material) -> PlanAnswer:
     about = material.about
     return PlanAnswer(
         title=str(about["workload"]),
-        step=_step(about, material.target),
+        step=f"{step_text(about)}, on {material.target}",
         sentence=_sentence(material),
         rests_on=_rests_on(material),
         verdicts=tuple(_verdicts(material)),
     )
-
-
-def _step(about: dict[str, Any], target: str) -> str:
-    size = f"batch {about['batch_size']}" + (f" x {about['seq_len']}" if about.get("seq_len") is not None else "")
-    weights = " and ".join(about.get("parameter_dtypes", ())) + " weights"
-    precision = f", {about['autocast']} autocast" if about.get("autocast") else ""
-    over = f", accumulated over {about['accumulation']}" if about.get("accumulation", 1) > 1 else ""
-    return f"{size}{over}, {weights}{precision}, {about.get('optimizer') or 'no optimizer'}, on {target}"
 
 
 def _sentence(material: Material) -> str:

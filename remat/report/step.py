@@ -253,13 +253,9 @@ def _copies_summary(moved: Sequence[CopyTimes]) -> list[str]:
 
 def _table(made: StepTimeline, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Yield the highest moment in each of `ROWS` equal stretches of the step."""
-    total, end = made.alive_bytes, float(made.time_us[-1]) or 1.0
-    for number in range(ROWS):
-        inside = (made.time_us >= end * number / ROWS) & (made.time_us <= end * (number + 1) / ROWS)
-        if inside.any():
-            at = int(np.where(inside, total, -1).argmax())
-            sizes = [gib(int(made.parts[name][at])) for name in names]
-            yield (ms(float(made.time_us[at])), *sizes, gib(int(total[at])))
+    for at in made.highest(ROWS):
+        sizes = [gib(int(made.parts[name][at])) for name in names]
+        yield (ms(float(made.time_us[at])), *sizes, gib(int(made.alive_bytes[at])))
 
 
 def _columns(

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from remat.chunking.chunked_loss import ChunkedLoss, HeadInputs, Sums, Watch
-from remat.chunking.chunked_rows import ChunkedRows, MakeContext, RowsWatch
+from remat.chunking.chunked_loss import ChunkedLoss, HeadInputs, MakeContext, Sums, Watch
+from remat.chunking.chunked_rows import ChunkedRows
 
 NEAR = 1.1
 CHANCE = 3.0  # standard deviations of the logarithm of a ratio
@@ -52,7 +52,7 @@ class _Distances:
 
 
 class SumsSeen:
-    """Collects the sums of heads and chunked rows of one planned step; `watch` and `watch_rows` attach it.
+    """Collects the sums of heads and chunked rows of one planned step; `watch` attaches it.
 
     unseen  context in which runs are computed again: none of its kernels belongs to the step
     """
@@ -64,10 +64,7 @@ class SumsSeen:
         self._of_head: dict[int, list[str]] = {}
 
     def watch(self, watch: Watch) -> None:
-        watch.on_sums, watch.on_backward = self._compare, self._note_factor
-
-    def watch_rows(self, watch: RowsWatch) -> None:
-        watch.on_run = self._compare_rows
+        watch.on_sums, watch.on_backward, watch.on_rows = self._compare, self._note_factor, self._compare_rows
 
     def _compare_rows(
         self,

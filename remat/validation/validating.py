@@ -378,10 +378,7 @@ class _Validation:
         sums, groups = SumsSeen(training.model, kernels.paused), GroupsSeen(kernels.paused)
         planned = planned_forward(training.model)
         counts = planned.watch(observe=True, recompute_context=kernels.paused)
-        if form.chunks:
-            sums.watch(planned.head_watch)
-        if form.rows:
-            sums.watch_rows(planned.rows_watch)
+        sums.watch(planned.chunk_watch)
         if fused:
             planned.group_watch.on_run = groups
         found = _first_step(training, kernels)

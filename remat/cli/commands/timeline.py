@@ -92,12 +92,7 @@ def _text(made: StepTimeline, files: list[str]) -> str:
     total = made.alive_bytes
     most = max(made.peak_bytes, made.budget_bytes or 0)
     rows = [("time", "alive", "", "largest of it")]
-    end = float(made.time_us[-1]) or 1.0
-    for number in range(STEPS):
-        inside = (made.time_us >= end * number / STEPS) & (made.time_us <= end * (number + 1) / STEPS)
-        if not inside.any():
-            continue
-        at = int((total * inside).argmax())
+    for at in made.highest(STEPS):
         largest = max(made.parts, key=lambda name: made.parts[name][at])
         bar = "#" * round(BAR * int(total[at]) / most)
         rows.append((f"{ms(float(made.time_us[at]))}", f"{gib(int(total[at]))}", f"{bar:<{BAR}}", largest))

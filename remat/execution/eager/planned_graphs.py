@@ -146,9 +146,9 @@ class PlannedGraphs(PlannedForward):
         observe: bool,
         recompute_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
     ) -> Counts:
-        watch = self.head_watch
-        watch.unseen, watch.on_sums, watch.on_backward = recompute_context or contextlib.nullcontext, None, None
-        self.rows_watch.on_run = self.group_watch.on_run = None
+        watch = self.chunk_watch
+        watch.unseen = recompute_context or contextlib.nullcontext
+        watch.on_sums = watch.on_backward = watch.on_rows = self.group_watch.on_run = None
         self.calls = self._rewritten(observe=observe, recompute_context=recompute_context)
         return self.calls.counts
 
@@ -418,9 +418,9 @@ class PlannedGraphs(PlannedForward):
         seen_first = self.forwards.call_as_planned(self._ran.now, call)
         found = formed(graph_module, form_of(self.plan.about), seen_first)
         for head in chunked_losses(found):
-            head.watch = self.head_watch
+            head.watch = self.chunk_watch
         for rows in chunked_rows(found):
-            rows.watch = self.rows_watch
+            rows.watch = self.chunk_watch
         for group in groups_in(found):
             group.watch = self.group_watch
         return found
