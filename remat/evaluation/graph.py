@@ -383,9 +383,8 @@ class Graph:
     @staticmethod
     def from_json(data: dict[str, Any]) -> Graph:
         """Read a graph from the result of `to_json`. Raises KeyError, TypeError or ValueError for other data."""
-        nodes = tuple(_node_from_json(row) for row in data["nodes"])
         return Graph(
-            nodes=nodes,
+            nodes=tuple(Node(*_with_tuples(row)) for row in data["nodes"]),
             kinds=tuple(OpKind(*row) for row in data["kinds"]),
             op_kind=np.array(data["op_kind"], dtype=np.int64),
             op_node=np.array(data["op_node"], dtype=np.int64),
@@ -396,7 +395,7 @@ class Graph:
             fixed_bytes=data["fixed_bytes"],
             parameter_gradients=tuple(data["parameter_gradients"]),
             about=data["about"],
-            parameters=tuple(_parameter_from_json(row) for row in data.get("parameters", ())),
+            parameters=tuple(Parameter(*_with_tuples(row)) for row in data.get("parameters", ())),
             first_step_bytes=data.get("first_step_bytes", 0),
             gathered=tuple(data.get("gathered", ())),
             untraced_bytes=np.array(data.get("untraced_bytes", ()), dtype=np.int64),
@@ -405,14 +404,8 @@ class Graph:
         )
 
 
-def _node_from_json(row: list[Any]) -> Node:
-    values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in row]
-    return Node(*values)
-
-
-def _parameter_from_json(row: list[Any]) -> Parameter:
-    parameter = Parameter(*row)
-    return dataclasses.replace(parameter, state_tensors=tuple(parameter.state_tensors))
+def _with_tuples(row: list[Any]) -> list[Any]:
+    return [tuple(value) if isinstance(value, list) else value for value in row]
 
 
 def _columns_to_json(table: Storages | SavedTensors | InnerBackward) -> dict[str, list[int]]:
