@@ -51,6 +51,35 @@ class Seen(training.UnseenMode):
         return func(*args, **(kwargs or {}))
 
 
+# Recording
+
+
+def test_a_composite_function_is_replaced_while_a_context_is_open() -> None:
+    """However it is called; the function as it is runs torch's C++, not a decomposition in Python."""
+    index, seen = torch.zeros(2, dtype=torch.int64), Seen()
+
+    def instead(whole: Callable[..., torch.Tensor], classes: torch.Tensor, count: int = -1) -> torch.Tensor:
+        return whole(classes, count).unsqueeze(0)
+
+    with recording.composites_replaced({"one_hot": instead}), seen:
+        shapes = [f(index, 3).shape for f in (torch.nn.functional.one_hot, torch.ops.aten.one_hot)]
+    assert shapes == [(1, 2, 3)] * 2
+    assert "aten.scatter_.value" in seen.names
+    assert torch.nn.functional.one_hot(index, 3).shape == (2, 3)
+
+
+def test_vmap_is_seen_through_other_transforms() -> None:
+    def seen(x: torch.Tensor) -> torch.Tensor:
+        found.append(recording.is_batched(x))
+        return x.sum()
+
+    found: list[bool] = []
+    torch.func.grad(seen)(torch.ones(2))
+    torch.vmap(seen)(torch.ones(2, 2))
+    torch.vmap(torch.func.grad(seen))(torch.ones(2, 2))
+    assert found == [False, True, True]
+
+
 # Training
 
 
@@ -880,6 +909,14 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     "_C._functorch.is_functorch_wrapped_tensor": (
         "find storages under torch.func",
         lambda: recording.unwrapped(torch.ones(1)),
+    ),
+    "_C._functorch.is_batchedtensor": (
+        "know which operators `vmap` calls",
+        lambda: recording.is_batched(torch.ones(1)),
+    ),
+    "_C._get_operation_overload": (
+        "record composite functions as devices run them",
+        lambda: recording.composites_replaced({}).__enter__(),
     ),
     "_C._functorch.get_dynamic_layer_stack_depth": (
         "leave transforms of torch.func",

@@ -334,6 +334,7 @@ VALUES: dict[str, Callable[[], nn.Module]] = {
     "extremes": lambda: Lambda(_extremes),
     "variance-and-mean": lambda: Lambda(_deviations),
     "expanded": lambda: Lambda(_expanded),
+    "one-hot": lambda: Lambda(lambda x: x * F.one_hot(x.argmax(-1), WIDTH)),
     "pooled-with-indices": lambda: Transposed(
         Lambda(lambda x: F.max_unpool1d(*F.max_pool1d_with_indices(x, (2,)), kernel_size=(2,)))
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -39,6 +39,17 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     while is_wrapped(tensor):
         tensor = internal("_C._functorch.get_unwrapped", "find storages under torch.func")(tensor)
     return tensor
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is one of many that `vmap` runs at once."""
+    asked = internal("_C._functorch.is_batchedtensor", "know which operators `vmap` calls")
+    is_wrapped = internal("_C._functorch.is_functorch_wrapped_tensor", "find storages under torch.func")
+    while is_wrapped(tensor):
+        if asked(tensor):
+            return True
+        tensor = internal("_C._functorch.get_unwrapped", "find storages under torch.func")(tensor)
+    return False
 
 
 @contextlib.contextmanager
@@ -90,6 +101,27 @@ def builtin_functions() -> Any:
 def functions_of_lengths() -> Any:
     """Return the module through which `torch.nn` calls recurrent layers, and packs and pads sequences."""
     return internal("_VF", "read lengths of packed sequences")
+
+
+@contextlib.contextmanager
+def composites_replaced(instead: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Run `instead[name](whole, *args)` for functions of ATen that are made of other operators, in every thread.
+
+    whole  the function as it is
+    """
+    purpose = "record composite functions as devices run them"
+    found = internal("_C._get_operation_overload", purpose)
+    composite = internal("_C.DispatchKey", purpose).CompositeImplicitAutograd
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name, function in instead.items():
+            _, call, _ = found(f"aten::{name}", "")
+            whole = functools.partial(call, composite)
+            for device in ("CPU", "CUDA"):
+                library.impl(name, functools.partial(function, whole), f"Autograd{device}")
+        yield
+    finally:
+        library._destroy()
 
 
 @contextlib.contextmanager

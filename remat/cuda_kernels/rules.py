@@ -1,4 +1,4 @@
-"""The table: name of a dispatcher entry -> its rule on a CUDA device. (Rules 5 and 8-16, `substitute.py`)"""
+"""The table: name of a dispatcher entry -> its rule on a CUDA device. (Rules 5 and 8-17, `substitute.py`)"""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.torch_version import TorchVersion
 import remat.cuda_kernels.stand_ins  # noqa: F401  its definitions are called through torch.ops
 from remat._torch.recording import memory_format_of
 from remat._torch.training import in_lean_mode
+from remat.capture import composites_on_fakes
 from remat.cuda_kernels.attention import attention, dropout
 from remat.cuda_kernels.autocast import (
     LOW_PRECISION,
@@ -148,6 +149,13 @@ def histc(device: Device, function: Call, input: Tensor, bins: int = 100, *args:
     return input.new_empty(bins)
 
 
+def one_hot(device: Device, function: Call, input: Tensor, num_classes: int = -1) -> Tensor:
+    """Run one_hot by Rule 17."""
+    if composites_on_fakes.is_one_hot(input, num_classes):
+        return composites_on_fakes.one_hot(input, num_classes)
+    return function(input, num_classes)
+
+
 def lstm_cell(
     device: Device,
     function: Call,
@@ -261,6 +269,7 @@ RULES: dict[str, Rule] = {
     "histc": histc,
     "layer_norm": layer_norm,
     "lstm_cell": lstm_cell,
+    "one_hot": one_hot,
     "rms_norm": rms_norm,
     "cross_entropy_loss": cross_entropy,
     "binary_cross_entropy": refuse_under_autocast,

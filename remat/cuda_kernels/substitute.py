@@ -27,6 +27,7 @@ matter have a rule each. Rules are numbered:
   Rule 14  histc            counts integers too, which the CPU refuses
   Rule 15  lstm, gru cells  rule 1; one fused kernel after two products without biases, which saves all it takes
   Rule 16  divide           rule 2 for a number by a tensor: torch takes the reciprocal
+  Rule 17  one_hot          looks for no smallest and largest class, as the CPU does to check them
 
 The dispatcher's own lists are in `ATen/autocast_mode.h`, the choice of attention in `sdp_utils.cpp`; both are
 followed as of torch 2.13. A `TorchDispatchMode` was rejected: casts must be seen by autograd. So were

@@ -20,6 +20,7 @@ from remat.capture.anchors import Signature
 from remat.capture.attention_masks import Masks, OnesSeen, eager_attention_masks, masks_of
 from remat.capture.beside_parameters import tensors_beside
 from remat.capture.circumstances import given_to
+from remat.capture.composites_on_fakes import composites_on_fakes, of_step
 from remat.capture.dynamo import fake_model, named_tensors, without_cache
 from remat.capture.eager_answers import Answers
 from remat.capture.elsewhere import CaptureDevice
@@ -100,7 +101,7 @@ class FakeStep:
         torch.distributions.Distribution.set_default_validate_args(False)  # reads numbers; Dynamo's first trace does so
         self.workload = workload
         self.device = device
-        self.mode = FakeTensorMode()
+        self.mode = of_step(FakeTensorMode())
         self.loop = loop or TrainingLoop()
         self.graphs = StepGraphs(prepare)
         self.form = CAPTURED_FORM
@@ -188,6 +189,7 @@ class FakeStep:
             here,
             grouped_products(),
             kernels_on_fakes(),
+            composites_on_fakes(),
             sequences_of_known_lengths(),
             tracebacks_unwritten(),
         ):

@@ -1,0 +1,77 @@
+"""Functions that torch makes of other operators, on the fake tensors of a step: those that a device runs.
+
+A composite function of ATen may look at what it is given, and call other operators for fakes than for real tensors: its
+storages, and what a region saves of it, are not those of training. While this context is
+open these functions do what they do on real tensors:
+
+Rule 1  `one_hot` writes ones into zeros (`one_hot`, ATen/native/Onehot.cpp); for fakes it compares with a range, and
+        casts. A CPU looks for the smallest and the largest class first. Without a number of classes it reads one. Under
+        `vmap` it compares on every device.
+
+Only what a recorded step has on fakes is changed (`of_step`): compilers trace with fakes of their own, and what they
+make of `one_hot` they run. Other composites that look are in `recording/in_place.py`. A mode for functions was
+rejected: it sees neither `torch.ops` nor what C++ calls. As of torch 2.13; `tests/test_composites.py` compares.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from remat._torch.door import Shared
+from remat._torch.recording import composites_replaced, is_batched, unwrapped
+
+Tensor = torch.Tensor
+Whole = Callable[..., Tensor]  # a composite function as torch has it
+
+_modes: weakref.WeakSet[FakeTensorMode] = weakref.WeakSet()
+
+
+def of_step(mode: FakeTensorMode) -> FakeTensorMode:
+    """Return `mode`, noted as that of a recorded step."""
+    _modes.add(mode)
+    return mode
+
+
+def one_hot(classes: Tensor, count: int) -> Tensor:
+    """Return ones at `classes`, written into zeros."""
+    like = {"dtype": classes.dtype, "layout": classes.layout, "device": classes.device}
+    shape = (*classes.shape, count)
+    if 0 in classes.shape:
+        return torch.empty(shape, **like)
+    return torch.zeros(shape, **like).scatter_(-1, classes.unsqueeze(-1), 1)
+
+
+def is_one_hot(classes: Tensor, count: int) -> bool:
+    """Return whether ones are written into zeros: not under `vmap`, nor where the number of classes is read."""
+    return classes.dtype == torch.int64 and count > 0 and not is_batched(classes)
+
+
+def _one_hot(whole: Whole, classes: Tensor, count: int = -1) -> Tensor:
+    """Run `one_hot` by Rule 1."""
+    is_counted = count == -1 and 0 not in classes.shape and classes.dtype == torch.int64
+    if not _is_of_step(classes) or not (is_counted or is_one_hot(classes, count)):
+        return whole(classes, count)
+    return one_hot(classes, _classes(classes, None if is_counted else count))
+
+
+def _classes(classes: Tensor, count: int | None) -> int:
+    """Return the number of classes, as given or one more than the largest, and look for it as the device does."""
+    if classes.device.type == "cpu" and 0 not in classes.shape:
+        _, largest = torch.aminmax(classes)
+    elif count is None:
+        largest = classes.max()
+    return int(largest.item()) + 1 if count is None else count
+
+
+def _is_of_step(tensor: Tensor) -> bool:
+    fake = unwrapped(tensor)
+    return isinstance(fake, FakeTensor) and fake.fake_mode in _modes
+
+
+_INSTEAD: dict[str, Callable[..., Tensor]] = {"one_hot": _one_hot}
+
+composites_on_fakes = Shared(lambda: composites_replaced(_INSTEAD))  # composites of a step are those of real tensors
