@@ -47,12 +47,18 @@ class OtherDevice(Protocol):
 Find = Callable[[Any], OtherDevice | None]  # from Dynamo's `OutputGraph`, of which a translator has one
 
 
+Around = Callable[[Any, fx.Node], contextlib.AbstractContextManager[Any]]  # of an `OutputGraph` and a node of it
+
+
 @contextlib.contextmanager
-def traced_elsewhere(find: Find) -> Iterator[None]:
-    """Trace for the device that `find` returns for a trace, while the context is open."""
+def traced_elsewhere(find: Find, around: Around) -> Iterator[None]:
+    """Trace for the device that `find` returns for a trace, while the context is open.
+
+    around  makes the context in which the value of a node is computed, whatever the device
+    """
     patches = (
-        *(_devices_of_tensors, _devices_in_graphs, _questions_to_torch, _autocast_regions, _values_of_nodes),
-        _modes_untraced,
+        *(_devices_of_tensors, _devices_in_graphs, _questions_to_torch, _autocast_regions),
+        *(functools.partial(_values_of_nodes, around), _modes_untraced),
     )
     with contextlib.ExitStack() as stack:
         for patch in patches:
@@ -236,14 +242,14 @@ def _is_untraced(mode: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _values_of_nodes(find: Find) -> Iterator[None]:
-    """Compute the values of nodes with the other device's kernels."""
+def _values_of_nodes(around: Around, find: Find) -> Iterator[None]:
+    """Compute the values of nodes with the other device's kernels, each in a context of its own."""
     utils = internal("_dynamo.utils", _PURPOSE)
     original = utils.run_node
 
     def run_node(tracer: Any, node: fx.Node, *args: Any, **more: Any) -> Any:
-        elsewhere = find(getattr(tracer, "output_graph", tracer))
-        with contextlib.nullcontext() if elsewhere is None else elsewhere.kernels():
+        elsewhere = find(output := getattr(tracer, "output_graph", tracer))
+        with contextlib.nullcontext() if elsewhere is None else elsewhere.kernels(), around(output, node):
             return original(tracer, node, *args, **more)
 
     with mock.patch.object(utils, "run_node", run_node):

@@ -32,10 +32,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
+from torch import fx
 
 from remat._torch.door import Shared
 from remat._torch.dynamo import FirstNode, backend_of_output, constant, following, handlers, is_of_tensor, predicates
 from remat._torch.elsewhere import traced_elsewhere
+from remat.capture.composites_on_fakes import CHECKED, composites_on_fakes
 from remat.capture.elsewhere import CaptureDevice
 
 _BOOKS = (  # Rule 4
@@ -178,7 +180,14 @@ def _elsewhere_of(output: Any) -> CaptureDevice | None:
     return None if capture is None else capture.elsewhere
 
 
-captured_elsewhere = Shared(lambda: traced_elsewhere(_elsewhere_of))  # our captures, for the device that each is for
+def _values_within(output: Any, node: fx.Node) -> contextlib.AbstractContextManager[None]:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_checked = name in CHECKED and capture_of_output(output) is not None
+    return composites_on_fakes() if is_checked else contextlib.nullcontext()
+
+
+# Traces our captures, for the device that each is for.
+captured_elsewhere = Shared(lambda: traced_elsewhere(_elsewhere_of, _values_within))
 
 
 def traced_as(other: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
