@@ -21,7 +21,9 @@ from remat._torch.dynamo import frames_traced
 from remat.costing.device_allocator import measure_peak
 from remat.errors import CaptureError, PlanMismatch
 from remat.evaluation.plan import Plan
+from remat.evaluation.identity import LOOSE_BYTES
 from remat.execution.apply import apply, counts_of
+from remat.execution.eager.graph_as_planned import OTHER_MODEL
 from remat.execution.eager.planned_graphs import PlannedGraphs
 from remat.execution.first_step import FirstStep
 from remat.recording.recorder import record
@@ -163,6 +165,28 @@ def test_a_step_that_calls_the_model_twice_carries_from_one_to_the_other() -> No
     is_bitwise(work, tight(work), 6)
 
 
+class Normalized(Stack):
+    """Batch norm, which keeps the averages that it has written: its backward reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
+
+
+def test_averages_that_the_first_call_saved_are_as_they_were_when_the_second_has_been_verified() -> None:
+    def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, labels = batch
+        return F.cross_entropy(model(x), labels) + F.cross_entropy(model(0.9 * x), labels)
+
+    work = workload(Normalized, step=step)
+    graph = recorded(work)[1]
+    regions = pairs_of_segments(graph)
+    is_bitwise(work, plan_by_hand(graph, regions[len(regions) // 2 :]), 2)  # the norm is in none
+
+
 @pytest.mark.exhaustive
 def test_a_memory_that_the_script_empties_now_and_then_runs_its_first_forward_each_time() -> None:
     def between(model: nn.Module, i: int) -> None:
@@ -294,6 +318,38 @@ def test_a_table_that_is_made_once_is_made_before_the_first_step_which_keeps_the
         warnings.filterwarnings("ignore", message=".*of gradients are there")
         model = is_bitwise(work, plan, 1)
     assert counts_of(model).regions == len(plan.regions)
+
+
+class Waves(nn.Module):
+    """Keeps a table from the first forward on that is a hundredth of what the step needs."""
+
+    table: torch.Tensor | None = None
+
+    def forward(self) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(WAVES).float().cos()
+        return self.table
+
+
+class Waved(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.waves = Waves()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.waves()[:WIDTH])
+
+
+WAVES = 256
+
+
+def test_a_small_table_is_made_before_the_first_step_too_and_nothing_is_told_of_another_model() -> None:
+    plan = tight(work := workload(Waved))
+    assert LOOSE_BYTES <= 4 * WAVES < 16 * WAVES < OTHER_MODEL * plan.predicted["peak_bytes"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(work, plan, 2)
+    is_bitwise(work, plan, 2)
 
 
 class Calibrated(Stack):

@@ -895,6 +895,7 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
         "compare what is recomputed",
         lambda: training.compared_when_recomputed(id).__enter__(),
     ),
+    "_C._autograd._unsafe_set_version_counter": ("undo writes", lambda: training.give_version(torch.ones(1), 1)),
     "_C._SetExcludeDispatchKeyGuard": ("see writes to what is kept", training.sharing_versions),
     "utils._python_dispatch.is_traceable_wrapper_subclass": (
         "find storages",

@@ -157,6 +157,12 @@ def sharing_versions() -> contextlib.AbstractContextManager[Any]:
     return found
 
 
+def give_version(tensor: torch.Tensor, version: int) -> None:
+    """Give a tensor the version that it had, when its data is what it was: autograd may have saved it then."""
+    if tensor._version != version:
+        internal("_C._autograd._unsafe_set_version_counter", "undo writes")((tensor,), (version,))
+
+
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` wraps others and has no storage of its own (DTensor, quantized ones)."""
     return bool(internal("utils._python_dispatch.is_traceable_wrapper_subclass", "find storages")(tensor))

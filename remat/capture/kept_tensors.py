@@ -9,6 +9,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from remat._torch.training import give_version
+
 
 class KeptTensor:
     """A tensor, and the data that it held; for a parameter, also its storage."""
@@ -27,11 +29,15 @@ class KeptTensor:
         return self._version != _version_of(self.value) or self._is_elsewhere
 
     def put_back(self) -> None:
-        if self._data is not None and self._is_other:
+        if self._data is None:
+            return
+        if self._is_other:
             with torch.no_grad():
                 if self._alias is not None:  # it may have been resized, or given the storage of another tensor
                     self.value.data = self._alias
                 self.value.copy_(self._data)  # not into `detach()`: that of a sparse tensor has other indices then
+        if self._version >= 0:
+            give_version(self.value, self._version)
 
     @property
     def _is_elsewhere(self) -> bool:

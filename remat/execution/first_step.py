@@ -32,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from remat._torch.recording import unwrapped
-from remat._torch.training import clear_cublas_workspaces, fakes_are_on, is_wrapper, without_modes
+from remat._torch.training import clear_cublas_workspaces, fakes_are_on, give_version, is_wrapper, without_modes
 from remat.capture.dynamo import without_cache
 from remat.capture.holders import StateLost
 from remat.capture.kept_tensors import strided_parts
@@ -279,6 +279,7 @@ class _Arguments:
             for tensor, version, was in self._tensors:
                 if tensor._version != version:
                     tensor.copy_(was)
+                    give_version(tensor, version)
 
 
 def in_own_containers(given: Any) -> Any:

@@ -305,7 +305,7 @@ class PlannedGraphs(PlannedForward):
             if not running.at.fits:  # later, its guards see changes
                 running.graphs.forget(unsettled)
             unsettled.with_traceback(None)  # its frames hold activations
-        running = dataclasses.replace(running, args=args, kwargs=kwargs, before=None)
+        running = dataclasses.replace(running, args=args, kwargs=kwargs, before=None, excess="")
         if self._weights is None:
             self._rehearse(running)
         return self._run(running)
@@ -433,8 +433,9 @@ class PlannedGraphs(PlannedForward):
             # A forward that is about to raise has another graph: its own error counts, so this one waits for the end.
             is_first = running.mismatch is None
             mismatch = running.mismatch or self._judge.mismatch(running, call, graph_module)
-            if mismatch is not None:
+            if mismatch is not None or running.excess:
                 self._complete_first(running, call)
+            if mismatch is not None:
                 if is_first and self._weights is None and self._is_early(running, graph_module):
                     return self._run_early(running, graph_module, args)
                 running.mismatch = mismatch
@@ -446,7 +447,10 @@ class PlannedGraphs(PlannedForward):
         return self.calls(call, graph_module, args)
 
     def _complete_first(self, running: RunningForward, call: int) -> None:
-        """Raise UnsettledForward in a first forward with another graph than planned: it may change the model."""
+        """Raise UnsettledForward in a first forward with another or a larger graph than planned.
+
+        It may make what the model keeps.
+        """
         is_late = call > running.now.forward.first and running.before is None
         if running.at.settled or is_late or not self._early.may_complete:
             return
