@@ -20,8 +20,8 @@ import remat
 from remat._torch.dynamo import frames_traced
 from remat.costing.device_allocator import measure_peak
 from remat.errors import CaptureError, PlanMismatch
-from remat.evaluation.plan import Plan
 from remat.evaluation.identity import LOOSE_BYTES
+from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, counts_of
 from remat.execution.eager.graph_as_planned import OTHER_MODEL
 from remat.execution.eager.planned_graphs import PlannedGraphs
