@@ -92,7 +92,10 @@ TORCH_FREE_MODULES = (
     "remat.workload.training_loop",
 )
 DOOR = "remat._torch"
-KNOWN_TO_ALL = {"remat", "remat.errors", "remat.files", "remat.shown", "remat.streams", "remat.units", "remat.warn"}
+KNOWN_TO_ALL = {
+    "remat",
+    *(f"remat.{each}" for each in ("errors", "files", "garbage", "shown", "streams", "units", "warn")),
+}
 
 # Private names of torch that stand outside the door, and why.
 TORCH_SAYS = {

@@ -809,13 +809,16 @@ class Misled(Search):
     def save_unread(self, ways: Mapping[str, bool]) -> None:
         pass
 
+    def _hear(self, choice: Choice) -> Choice:
+        return choice
+
     def _more(self, choice: Choice) -> CompiledBytes:
         return CompiledBytes(0, (0,))
 
     def _corrected(self, more: CompiledBytes, choice: Choice) -> CompiledBytes:  # learns nothing
         return more
 
-    def solve(self, most_bytes: int, more: CompiledBytes, start: Choice, *, least: bool = False) -> Solved:
+    def solve(self, most_bytes: int, more: CompiledBytes, start: Choice, least: bool = False, **_: bool) -> Solved:
         size = 40 if least else most_bytes
         return Solved(self.saving(size) if size >= 40 else None, 0.0)
 
@@ -842,7 +845,7 @@ class MisledButOnce(Misled):
 class MisledButLeast(Misled):
     """A search whose table has answers within the budget, and of whose choices the least alone needs what it says."""
 
-    def solve(self, most_bytes: int, more: CompiledBytes, start: Choice, *, least: bool = False) -> Solved:
+    def solve(self, most_bytes: int, more: CompiledBytes, start: Choice, least: bool = False, **_: bool) -> Solved:
         found = Choice(frozenset({"least"}), 999, 999, 45, (45,))
         return Solved(found, 0.0) if least else super().solve(most_bytes, more, start)
 

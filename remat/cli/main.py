@@ -27,7 +27,7 @@ from typing import Annotated, Any
 
 import typer
 
-from remat import __version__
+from remat import __version__, garbage
 from remat.cli.commands import (
     Answer,
     check,
@@ -53,8 +53,6 @@ INTERNAL_ERROR = UNWRITTEN = 1
 # A write that fails by the device it goes to, such as a full disk.
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 ERROR = "bold red"
-# Graphs live long: with Python's own thresholds, searching for garbage took a tenth of planning.
-GC_THRESHOLDS = (100_000, 20, 100)
 PACKAGES = ("matplotlib", "numpy", "ortools", "torch", "transformers")
 
 # The base of what typer raises for a bad command line; its module depends on typer's version.
@@ -71,7 +69,7 @@ app = typer.Typer(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` and return its exit code."""
     if argv is None:  # the process is ours
-        gc.set_threshold(*GC_THRESHOLDS)
+        gc.set_threshold(*garbage.THRESHOLDS)
         _open_closed_streams()
     arguments = sys.argv[1:] if argv is None else list(argv)
     as_json = "--json" in arguments

@@ -164,14 +164,14 @@ class LoweredCuts:
         """Return the bytes of halves, with results that the loop holds and those of earlier graphs in its forward."""
         return dataclasses.replace(found, forward=max(found.forward + found.held, self.earlier))
 
-    def solve(self, most_bytes: int, more: CompiledBytes, start: Choice, *, least: bool = False) -> Solved:
-        """Solve the program."""
+    def solve(self, most_bytes: int, more: CompiledBytes, start: Choice, **how: bool) -> Solved:
+        """Solve the program, `least` or `quick`."""
 
         def make() -> tuple[Any, ...]:
-            solved = solve(self.joint, most_bytes, more, start=start.saved, least=least)
+            solved = solve(self.joint, most_bytes, more, start=start.saved, **how)
             return solved.choice and sorted(solved.choice.saved), solved.bound_us
 
-        of = self.joint, most_bytes, more, sorted(start.saved), least
+        of = self.joint, most_bytes, more, sorted(start.saved), sorted(how.items())
         saved, bound = self.kept.get(make, "solve", *of)
         return Solved(None if saved is None else judged(self.joint, frozenset(saved)), bound)
 

@@ -25,6 +25,7 @@ from remat.compiled.peak import Halves
 from remat.compiled.program import Choice
 from remat.compiled.search import Search
 from remat.errors import Infeasible, NoPlanInTime
+from remat.garbage import searched_rarely
 from remat.units import gib, gib_above, ms
 
 log = logging.getLogger(__name__)
@@ -119,6 +120,7 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         earlier = [cut.halves for key, cut in self.cuts.items() if key != self.key] if self.uses > 1 else []
         return max((each.peak - each.kept for each in earlier), default=0)
 
+    @searched_rarely()
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
         """Cut into (forward, backward).
 

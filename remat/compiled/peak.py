@@ -39,7 +39,7 @@ class Halves:
     held      of results that the caller holds until the next forward returns
     ways      how forward draws random numbers, by seed
     redrawn   those of `ways` in which backward would draw in the other way; None where it cannot draw all alike
-    agrees    whether backward now draws all as forward does; False where its bytes did not fit before
+    agrees    whether backward was given all of them; False where its bytes did not fit before the last
     """
 
     forward: int
@@ -88,7 +88,8 @@ def halves(
             second = compiled_backward(forward, backward, results, strides)
             found = _bytes_of(forward, backward, first, second, results, holds_results)
             more = drawn_otherwise(backward, ways, loaded.ways[-1]) if repeats_draws else {}
-    return dataclasses.replace(found, ways=ways, redrawn=more if more is None else redrawn, agrees=more == {})
+    otherwise = None if more is None else redrawn | more
+    return dataclasses.replace(found, ways=ways, redrawn=otherwise, agrees=more == {})
 
 
 def _bytes_of(

@@ -198,20 +198,22 @@ def solve(
     *,
     start: Collection[str] = (),
     least: bool = False,
+    quick: bool = False,
     gap: float = 0.003,
     effort: float = 20.0,
 ) -> Solved:
     """Find the cheapest choice whose forward and backward need at most `most_bytes`. Needs OR-tools.
 
     more         what compiled code needs beside what the program counts
-    start        a choice to begin with
+    start        a choice to begin with; the coarse program is only solved where it does not fit
     least        find the choice that needs least instead, whatever it costs
+    quick        be content with what the coarse program finds, if anything; there is no bound then
     gap          when to stop
     effort       when to stop, in the solver's own units of work, about two seconds of a CPU each
     """
     more = more or CompiledBytes(0, (0,) * len(joint.own_bytes))
     cost = more.peak_bytes if least else operator.attrgetter("price_us")
-    best: Choice | None = None
+    best = begun if more.peak_bytes(begun := judged(joint, start)) <= most_bytes else None
 
     def ask(counted: Collection[int] | None, limit: int) -> tuple[_Answer, Choice | None]:
         """Solve a program, and keep its answer if it is the best that fits."""
@@ -229,7 +231,10 @@ def solve(
         is_closed = best is not None and not least and bound >= (1 - gap) * best.price_us
         return is_closed or effort < answer.effort
 
-    ask(None, most_bytes)
+    if best is None or least or quick:
+        ask(None, most_bytes)
+    if best is not None and quick:
+        return Solved(best, 0.0)
     bound, counted = 0.0, frozenset[int]()
     for _ in range(PROGRAMS):
         answer, choice = ask(counted, most_bytes)

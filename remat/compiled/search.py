@@ -3,12 +3,13 @@
 1. PyTorch's own choice is lowered. Where it fits, it is kept. On a GPU, code that would exceed frees its buffers at
    once, here and in what follows.
 2. Otherwise sums that would wait for their readers get kernels of their own, and the program is solved. Its table is
-   corrected, stage by stage, by the bytes that the lowered code of a choice needs. Its answer is lowered. Where that
-   code exceeds the budget, the missing bytes of its highest stage (of every stage, where code frees at once) are
-   counted to the values that the answer makes again there. Where the program has no answer, the choice that needs
-   least, and PyTorch's at every ratio of its memory budget, are lowered instead; where the former needs what the table
-   says, no others are. After `ROUNDS` of this at most, the cheapest that really fits is handed out.
-3. Where the first `MISSES` choices exceed, and the last comes no nearer, the default's table is solved for lower limits
+   corrected, stage by stage, by the bytes that the lowered code of a choice needs: of PyTorch's own, unless what that
+   saves exceeds the budget alone; it is not lowered then. The program's answer is lowered. Where that code exceeds the
+   budget, the missing bytes of its highest stage (of every stage, where code frees at once) are counted to the values
+   that the answer makes again there. Where the program has no answer, the choice that needs least, and PyTorch's at
+   every ratio of its memory budget, are lowered instead; where the former needs what the table says, no others are.
+   After `ROUNDS` of this at most, the cheapest that really fits is handed out.
+3. Where the first `MISSES` choices exceed, and the last comes no nearer, the first table is solved for lower limits
    than asked, if it has an answer at all. Where these exceed too, PyTorch's choices at every ratio are lowered until
    one fits, but for those that need more by the table than what was seen.
 """
@@ -22,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from remat.compiled.lowered_cuts import NO_LIMIT, LoweredCuts
-from remat.compiled.program import Choice, CompiledBytes, Solved
+from remat.compiled.program import Choice, CompiledBytes, Solved, judged
 
 ROUNDS = 6
 MISSES = 3
@@ -36,7 +37,8 @@ class Search(LoweredCuts):
     """The search among the cuts of one joint graph.
 
     tried       the choices that were lowered to be handed out
-    has_answer  whether the default's table has a choice that keeps the budget
+    has_answer  whether the first table has a choice that keeps the budget
+    first       what the code of the first choice that was lowered needs beside the table's bytes
     on_try      is given the bytes of what was tried last
     """
 
@@ -53,63 +55,77 @@ class Search(LoweredCuts):
     def run(self) -> tuple[Choice, float | None] | None:
         """Search, and return (the cheapest choice that fits, the bound); None where none was found.
 
-        The bound is for a table that is corrected by the code of one choice: of PyTorch's own, or of one that fits.
+        The bound is for a table that is corrected by the code of one choice.
         """
         if self.fits_by_default() or (self.keep_sums_apart() and self.fits_by_default()):
             return self.default, None
-        self.follow(self.lower(self.default))
-        self.save_unread(self.lower(self.default).ways)
-        first = self._more(self.default)
-        bound = self._learn(first)
+        self.first = CompiledBytes(0, (0,) * len(self.default.alive_bytes))
+        if self.default.saved in self.lowered:
+            self._hear(self.default)
+        bound = self._learn()
         if self._cheapest() is None:
-            self._tighten(first)
+            self._tighten()
         if (best := self._cheapest()) is None:
             return None
         if bound is None:
             bound = self.solve(self.most_bytes, self._more(best), best).bound_us
         return best, bound if math.isfinite(bound) else 0.0  # the code needs less than its table
 
-    def _learn(self, more: CompiledBytes) -> float | None:
+    def _hear(self, choice: Choice) -> Choice:
+        """Give the table the order of calls, the draws and the bytes that the code of the first choice has.
+
+        Returns the choice as that table judges it.
+        """
+        self.follow(self.lower(choice))
+        self.save_unread(self.lower(choice).ways)
+        choice = judged(self.joint, choice.saved)
+        self.first = self._more(choice)
+        return choice
+
+    def _learn(self) -> float | None:
         """Lower the program's answers, and correct its table by the code of each.
 
         Returns the last bound; None where the table was corrected by the code of several choices.
         """
-        last, is_of_one, bound = self.default, True, 0.0
+        more, last, bound = self.first, self.default, 0.0
+        heard = set(self.lowered)  # the choices whose code the table knows
         for number in range(ROUNDS):
-            solved = self.solve(self.most_bytes, more, last)
+            solved = self.solve(self.most_bytes, more, last, quick=not heard)
             self.has_answer |= number == 0 and solved.choice is not None
             bound = solved.bound_us
             if (found := self._next(self._answers(solved, more), more)) is None:
                 break
-            last = found
-            self.tried.append(last)
+            self.tried.append(found)
+            last = self.tried[-1] = found if heard else self._hear(found)
             is_as_said = abs(more.peak_bytes(last) - self.needs(self.lower(last))) <= EQUAL_SHARE * self.most_bytes
             if not self.fits(last):
                 if is_as_said and solved.choice is None:  # the least that any choice needs
                     break
                 if (lowered := self.lower(last)).redrawn is None:
                     self.save_unread(lowered.ways)
-                more, is_of_one = self._corrected(more, last), False
+                more = self._corrected(more, last)
+                heard.add(last.saved)
                 needed = [self.needs(self.lower(each)) for each in self.tried]
                 if len(needed) >= MISSES and self._cheapest() is None and needed[-1] >= min(needed[:-1]):
                     break
-            elif is_as_said:
+            elif is_as_said and heard:
                 break
-            else:  # what was learned of other choices stays
-                more, is_of_one = dataclasses.replace(self._more(last), making=more.making), not more.making
+            else:
+                more = dataclasses.replace(self._more(last), making=more.making)  # of other choices, it stays
+                heard = {last.saved} if not more.making else heard | {last.saved}
         else:
-            is_of_one = False
-        return bound if is_of_one else None
+            return None
+        return bound if len(heard) == 1 else None
 
-    def _tighten(self, more: CompiledBytes) -> None:
-        """Solve a table for lower limits than asked, whose answers need more bytes than it says.
+    def _tighten(self) -> None:
+        """Solve the first table for lower limits than asked: its answers need more bytes than it says.
 
         First for as much less as an answer exceeds, then halfway between a limit that is met and one that is not.
         """
-        low, high, last = 0, self.most_bytes, self.default
+        more, low, high, last = self.first, 0, self.most_bytes, self.default
         limit = high - min((self.needs(self.lower(each)) - high for each in self.tried), default=0)
         for _ in range(HALVINGS if self.has_answer else 0):
-            solved = self.solve(limit, more, last)
+            solved = self.solve(limit, more, last, quick=True)
             if solved.choice is not None:
                 last = solved.choice
                 self.tried.append(last)

@@ -20,6 +20,7 @@ from remat.errors import Infeasible, UsageError
 from remat.evaluation.plan import Plan
 from remat.execution.executions import EAGER
 from remat.formulation.solution import Limits
+from remat.garbage import searched_rarely
 from remat.offloading.link import Link
 from remat.planning.assemble import plan_of
 from remat.planning.budget import Budget, require_budget
@@ -141,6 +142,7 @@ def plan(
     return with_alternatives(made, study, link_beside(study, place)) if menu else made
 
 
+@searched_rarely()
 def studied(
     workload: Workload,
     request: PlanRequest,
@@ -187,6 +189,7 @@ def link_beside(study: Study, place: PlanningDevice) -> Link | None:
         return None
 
 
+@searched_rarely()
 def plan_study(study: Study) -> Plan:
     """Plan a study within its budget. Raises Infeasible, or NoPlanInTime."""
     budget = study.budget
