@@ -55,6 +55,7 @@ class LoweredCuts:
         self.kept = ResultCache(gm, device_of(gm.graph), sorted(options.items()), holds_results, is_on=keeps)
         self.has_sums_apart = self.is_default_apart = False  # whether sums that would wait have kernels of their own
         self.frees_at_once = False  # whether generated code does
+        self.counted = frozenset[int]()  # values that the last program had to count exactly
         self.reorders, self.draws_alike = True, draws_alike(device_of(gm.graph))
         self.by_default = self._partition(self._look)
 
@@ -168,12 +169,13 @@ class LoweredCuts:
         """Solve the program, `least` or `quick`."""
 
         def make() -> tuple[Any, ...]:
-            solved = solve(self.joint, most_bytes, more, start=start.saved, **how)
-            return solved.choice and sorted(solved.choice.saved), solved.bound_us
+            solved = solve(self.joint, most_bytes, more, start=start.saved, counted=self.counted, **how)
+            return solved.choice and sorted(solved.choice.saved), solved.bound_us, sorted(solved.counted)
 
-        of = self.joint, most_bytes, more, sorted(start.saved), sorted(how.items())
-        saved, bound = self.kept.get(make, "solve", *of)
-        return Solved(None if saved is None else judged(self.joint, frozenset(saved)), bound)
+        of = self.joint, most_bytes, more, sorted(start.saved), sorted(how.items()), sorted(self.counted)
+        saved, bound, counted = self.kept.get(make, "solve", *of)
+        self.counted = frozenset(counted)
+        return Solved(None if saved is None else judged(self.joint, frozenset(saved)), bound, self.counted)
 
     def needs(self, lowered: Halves) -> int:
         """Return the peak bytes of a step's runs of the graph; no limit suffices where it would draw other numbers."""

@@ -36,7 +36,7 @@ With all of (11) the relaxation is weak and the program slow. `solve` therefore 
    keep the budget too, so its answer is one to begin with.
 2. The next program has (11) for no value. Its bound holds for every choice. Where its answer exceeds the budget, it is
    solved for twice as much less, which most often has an answer that fits. Then (11) is added for the values that take
-   the memory, and the program is solved again.
+   the memory, and the program is solved again. One that is like an earlier one begins with that one's values.
 
 `judged` is the same in plain words, for one choice: what is made again and when, its price and its peaks. Choices of
 any origin are compared by it. r[v,t] is left out where t is long before due[v], so that there are `FAR` of them, `NEAR`
@@ -151,10 +151,16 @@ class CompiledBytes:
 
 @dataclasses.dataclass(frozen=True)
 class Solved:
-    """choice  the best that was found, if there is one    bound_us  below which there is none; inf if none fits"""
+    """An answer of the program.
+
+    choice    the best that was found, if there is one
+    bound_us  below which there is none; inf if none fits
+    counted   the values that (11) was added for, by position
+    """
 
     choice: Choice | None
     bound_us: float
+    counted: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +205,7 @@ def solve(
     start: Collection[str] = (),
     least: bool = False,
     quick: bool = False,
+    counted: Collection[int] = (),
     gap: float = 0.003,
     effort: float = 20.0,
 ) -> Solved:
@@ -208,6 +215,7 @@ def solve(
     start        a choice to begin with; the coarse program is only solved where it does not fit
     least        find the choice that needs least instead, whatever it costs
     quick        be content with what the coarse program finds, if anything; there is no bound then
+    counted      values to begin with that (11) is added for: those of a similar program
     gap          when to stop
     effort       when to stop, in the solver's own units of work, about two seconds of a CPU each
     """
@@ -215,10 +223,10 @@ def solve(
     cost = more.peak_bytes if least else operator.attrgetter("price_us")
     best = begun if more.peak_bytes(begun := judged(joint, start)) <= most_bytes else None
 
-    def ask(counted: Collection[int] | None, limit: int) -> tuple[_Answer, Choice | None]:
+    def ask(those: Collection[int] | None, limit: int) -> tuple[_Answer, Choice | None]:
         """Solve a program, and keep its answer if it is the best that fits."""
         nonlocal best, effort
-        program = _Program(joint, counted, limit, more, least=least)
+        program = _Program(joint, those, limit, more, least=least)
         answer = program.solve(best.saved if best else start, gap, min(effort, PROGRAM_EFFORT))
         effort -= answer.effort
         choice = None if answer.saved is None else judged(joint, answer.saved)
@@ -233,9 +241,9 @@ def solve(
 
     if best is None or least or quick:
         ask(None, most_bytes)
+    bound, counted = 0.0, frozenset(counted)
     if best is not None and quick:
-        return Solved(best, 0.0)
-    bound, counted = 0.0, frozenset[int]()
+        return Solved(best, bound, counted)
     for _ in range(PROGRAMS):
         answer, choice = ask(counted, most_bytes)
         bound = max(bound, answer.bound_us)
@@ -247,7 +255,7 @@ def solve(
         if is_over():
             break
         counted |= late
-    return Solved(best, bound)
+    return Solved(best, bound, counted)
 
 
 def _late(joint: Joint, choice: Choice, more: CompiledBytes, most_bytes: int) -> frozenset[int]:
