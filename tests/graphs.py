@@ -23,7 +23,15 @@ from torch import Tensor, nn
 from remat.costing.costs import Costs
 from remat.evaluation.graph import OUTSIDE, Graph, Node, OpKind, SavedTensors, Storages
 from remat.evaluation.plan import Region
-from remat.formulation.search_space import Segment, Space, can_be_kept, legal_cuts, saveable
+from remat.formulation.search_space import (
+    Segment,
+    Space,
+    can_be_kept,
+    holds_or_leaves,
+    legal_cuts,
+    saveable,
+    written_for_long,
+)
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.workload.training_loop import TrainingLoop
@@ -409,6 +417,7 @@ def may_be_region(graph: Graph, first: int, end: int) -> bool:
         len({node.call for node in inside}) == 1
         and inside[0].call != OUTSIDE
         and all(node.effect != "other" for node in inside)
+        and all(holds_or_leaves(range(first, end), touching) for touching in written_for_long(graph))
     )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from remat.evaluation.graph import OUTSIDE, Graph
 from remat.evaluation.plan import Region
-from remat.formulation.search_space import legal_cuts, saveable
+from remat.formulation.search_space import holds_or_leaves, legal_cuts, saveable, written_for_long
 from remat.workload.workload import Workload
 from tests.tricky_layers import LENGTH, SAMPLES, TRICKY_LAYERS, WIDTH
 
@@ -218,6 +218,7 @@ def may_be_region(graph: Graph, first: int, end: int) -> bool:
         len({node.call for node in inside}) == 1
         and inside[0].call != OUTSIDE
         and all(node.effect != "other" for node in inside)
+        and all(holds_or_leaves(range(first, end), touching) for touching in written_for_long(graph))
     )
 
 

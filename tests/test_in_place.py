@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import remat
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Region, to_refs
 from remat.execution.apply import apply
@@ -171,6 +172,42 @@ def test_a_recomputation_is_judged_alike(function: Callable[..., Any]) -> None:
     assert (curve.region >= 0).any()
     replayed = replay(step, to_refs(graph, (Region(cuts[0], end),)))
     np.testing.assert_array_equal(replayed, curve.alive_bytes[curve.executed] - graph.unseen_bytes)
+
+
+# What is written in place through the whole forward
+
+
+class Solver(nn.Module):
+    """Writes its states into slots, as solvers of differential equations do, or adds them up."""
+
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.change, self.keeps = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()), keeps
+        self.back = nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = torch.zeros(8, *x.shape) if self.keeps == "slots" else torch.zeros_like(x)
+        for i in range(8):
+            x = x + self.back(self.change(x))
+            if self.keeps == "slots":
+                states[i] = x
+            else:
+                states += x
+        return states
+
+
+@pytest.mark.fast("slots")
+@pytest.mark.parametrize("keeps", ["slots", "sum"])
+def test_steps_between_writes_in_place_may_be_made_again(keeps: str) -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        return loss
+
+    workload = Workload(keeps, lambda: Solver(keeps), lambda samples, _: torch.randn(samples, 4), step, 256)
+    plan = remat.plan(workload, budget="40%step", target="cpu", numerics="bitwise")
+    assert len(plan.regions) >= 7
+    report = remat.validate(workload, plan, device="cpu")
+    assert report.passed, str(report)
 
 
 def test_unfused_attention_adds_its_mask_in_place() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from remat.errors import RematError
 from remat.evaluation.plan import Region
 from remat.formulation.problem import Problem
-from remat.formulation.search_space import legal_cuts, runs_once
+from remat.formulation.search_space import holds_or_leaves, legal_cuts, runs_once, written_for_long
 from remat.formulation.solution import Solution
 
 
@@ -51,6 +51,9 @@ def _region(problem: Problem, region: Region) -> Iterator[str]:
     for i in sorted(runs_once(graph).intersection(range(region.first, region.end))):
         why = "decides and cannot be kept" if graph.nodes[i].decides else "changes module state"
         yield f"the region at node {region.first} holds {graph.nodes[i].name}, which {why}"
+    for touching in written_for_long(graph):
+        if not holds_or_leaves(range(region.first, region.end), touching):
+            yield f"the region at node {region.first} holds some of the writes to {graph.nodes[min(touching)].name}"
     if region.inner and any(node.decides for node in inside):
         yield f"the region at node {region.first} holds regions and nodes that decide, and so would not save these"
     saveable = set(problem.space.saveable)

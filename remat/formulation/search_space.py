@@ -6,6 +6,7 @@ storages cross. In a transformer these are the residual stream's positions betwe
 Storages that live through a large part of the forward or are used by many layers (attention masks, rotary tables, an
 encoder's output) are not counted as crossing: they would hide every cut.
 
+Nodes that touch what is written in place through much of the forward are in no region: there would be no other one.
 The borders of the model's layers are always cuts, so that no plan of whole layers is missed.
 
 Runs of nodes between neighbouring cuts are *segments*. "Optimal" always means: among plans made of these segments,
@@ -17,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from remat.evaluation.plan import SpaceSize
 DEPTH = 2  # of nesting
 LONG_LIFE = 0.3  # of the nodes
 MANY_LAYERS = 3
+LONG_WRITTEN = 12  # nodes: what is written through fewer may be all within a region
 MOST_SEGMENTS = 200
 SMALLEST_SEGMENT = 0.05  # of the average traffic: smaller ones are merged into a neighbour
 FEWEST_SEGMENTS = 4
@@ -118,16 +120,43 @@ def legal_cuts(graph: Graph) -> list[int]:
     count = len(graph.nodes)
     legal = np.ones(count + 1, dtype=bool)
     last_use = last_uses(graph)
+    apart = frozenset[int]().union(*written_for_long(graph))
     for i, node in enumerate(graph.nodes):
         if not node.single_tensor and last_use[i] > i:
             legal[i + 1 : last_use[i] + 1] = False
         if node.in_context:
             legal[i + 1] = False
         for producer in node.mutates:
-            legal[producer + 1 : i + 1] = False
+            if producer not in apart:
+                legal[producer + 1 : i + 1] = False
     if graph.about.get(STEP_IN_BACKWARD):
         legal[_behind_stepped(graph)] = False
     return [p for p in range(count + 1) if legal[p]]
+
+
+def written_for_long(graph: Graph) -> list[frozenset[int]]:
+    """List the nodes that touch a storage, up to its last write, for each that is written through much of the forward.
+
+    Such are results that a loop writes into slots (`out[i] = x`), or a residual stream that each layer adds to. A
+    region around all writes would be most of the model. One that touches the storage nowhere may be made again.
+    """
+    last: dict[int, int] = {}
+    for i, node in enumerate(graph.nodes):
+        for producer in node.mutates:
+            last |= dict.fromkeys(graph.nodes[producer].values, i)
+    touching: dict[int, list[int]] = {storage: [] for storage in last}
+    for i, node in enumerate(graph.nodes):
+        taken = {storage for source in (i, *node.inputs, *node.mutates) for storage in graph.nodes[source].values}
+        for storage in taken & last.keys():
+            if i <= last[storage]:
+                touching[storage].append(i)
+    most = max(LONG_LIFE * len(graph.nodes), LONG_WRITTEN)
+    return [frozenset(found) for storage, found in touching.items() if last[storage] - found[0] > most]
+
+
+def holds_or_leaves(region: Collection[int], touching: frozenset[int]) -> bool:
+    """Return whether a region holds all nodes that touch a storage, or none."""
+    return touching.isdisjoint(region) or touching.issubset(region)
 
 
 def _behind_stepped(graph: Graph) -> list[int]:
@@ -196,7 +225,8 @@ def runs_once(graph: Graph) -> set[int]:
 
 
 def _in_no_region(graph: Graph) -> set[int]:
-    return runs_once(graph) | {i for i, node in enumerate(graph.nodes) if node.call == OUTSIDE}
+    outside = {i for i, node in enumerate(graph.nodes) if node.call == OUTSIDE}
+    return runs_once(graph).union(outside, *written_for_long(graph))
 
 
 def _mapped(graph: Graph) -> list[int]:
@@ -215,7 +245,7 @@ def asked_by_all(graph: Graph) -> set[int]:
 
 def forced_cuts(graph: Graph) -> set[int]:
     """Return the ends of the graph, borders between graph calls, and both sides of nodes that must stay plain."""
-    nodes, once = graph.nodes, runs_once(graph)
+    nodes, once = graph.nodes, runs_once(graph).union(*written_for_long(graph))
     forced = {0, len(nodes)}
     for i, node in enumerate(nodes):
         if i and node.call != nodes[i - 1].call:

@@ -20,7 +20,15 @@ import itertools
 
 from remat.errors import UsageError
 from remat.evaluation.graph import CALLED_MODULES, Graph
-from remat.formulation.search_space import MOST_SEGMENTS, Segment, Space, forced_cuts, legal_cuts
+from remat.formulation.search_space import (
+    MOST_SEGMENTS,
+    Segment,
+    Space,
+    forced_cuts,
+    holds_or_leaves,
+    legal_cuts,
+    written_for_long,
+)
 
 FEWEST_NODES = 2  # checkpointing a single operator keeps its input, as autograd does
 Module = tuple[int, int, str]  # first node, end, path
@@ -49,13 +57,14 @@ def find_module_space(graph: Graph) -> Space:
 
 def eligible_modules(graph: Graph) -> tuple[Module, ...]:
     """List the modules that may be regions, outer ones first. (Rules 1, 2 and 4)"""
-    legal = set(legal_cuts(graph))
+    legal, written = set(legal_cuts(graph)), written_for_long(graph)
     found: dict[tuple[int, int], str] = {}
     for path, members in _members(graph).items():
         first, end = members[0], members[-1] + 1
         once = end - first == len(members) and graph.nodes[first].call == graph.nodes[end - 1].call
         large = sum(graph.nodes[i].effect != "counter" for i in members) >= FEWEST_NODES
-        if once and large and {first, end} <= legal and _may_run_again(graph, path, members):
+        is_cut = {first, end} <= legal and all(holds_or_leaves(members, touching) for touching in written)
+        if once and large and is_cut and _may_run_again(graph, path, members):
             found.setdefault((first, end), path)
     ordered = sorted(found.items(), key=lambda item: (item[0][0], -item[0][1]))
     return tuple((first, end, path) for (first, end), path in ordered)
