@@ -9,15 +9,20 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+from remat.shared import Shared
+
 THRESHOLDS = (100_000, 20, 100)
 
 
 @contextlib.contextmanager
-def searched_rarely() -> Iterator[None]:
-    """Let Python search for garbage rarely; a decorator too."""
+def _raised() -> Iterator[None]:
     before = gc.get_threshold()
-    gc.set_threshold(*THRESHOLDS)
+    if before[0]:  # 0 turns it off
+        gc.set_threshold(*map(max, before, THRESHOLDS))
     try:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+searched_rarely = Shared(_raised)  # Python searches for garbage rarely

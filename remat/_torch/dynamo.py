@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from torch import fx
 
-from remat._torch.door import Shared, internal
+from remat._torch.door import internal
 from remat.errors import CaptureError
+from remat.shared import Shared
 
 Translator = Any
 Variable = Any

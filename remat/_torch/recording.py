@@ -109,19 +109,37 @@ def composites_replaced(instead: Mapping[str, Callable[..., Any]]) -> Iterator[N
 
     whole  the function as it is
     """
-    purpose = "record composite functions as devices run them"
-    found = internal("_C._get_operation_overload", purpose)
-    composite = internal("_C.DispatchKey", purpose).CompositeImplicitAutograd
-    library = torch.library.Library("aten", "IMPL")
+    found = {_composite(name): function for name, function in instead.items()}
+    for composite, function in found.items():
+        composite.instead = function
     try:
-        for name, function in instead.items():
-            _, call, _ = found(f"aten::{name}", "")
-            whole = functools.partial(call, composite)
-            for device in ("CPU", "CUDA"):
-                library.impl(name, functools.partial(function, whole), f"Autograd{device}")
         yield
     finally:
-        library._destroy()
+        for composite in found:
+            composite.instead = None
+
+
+class _Composite:
+    """A function of ATen that is made of other operators, and another to run `instead`, or None.
+
+    It stays registered: another thread may be calling it.
+    """
+
+    def __init__(self, name: str):
+        purpose = "record composite functions as devices run them"
+        _, call, _ = internal("_C._get_operation_overload", purpose)(f"aten::{name}", "")
+        self._whole = functools.partial(call, internal("_C.DispatchKey", purpose).CompositeImplicitAutograd)
+        self.instead: Callable[..., Any] | None = None
+        self._library = torch.library.Library("aten", "IMPL")
+        for device in ("CPU", "CUDA"):
+            self._library.impl(name, self._run, f"Autograd{device}")
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        instead = self.instead
+        return self._whole(*args, **kwargs) if instead is None else instead(self._whole, *args, **kwargs)
+
+
+_composite = functools.cache(_Composite)
 
 
 @contextlib.contextmanager

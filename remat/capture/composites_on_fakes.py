@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from remat._torch.door import Shared
 from remat._torch.recording import composites_replaced, is_batched, unwrapped
 from remat._torch.training import UnseenMode
+from remat.shared import Shared
 
 Tensor = torch.Tensor
 Whole = Callable[..., Tensor]  # a composite function as torch has it

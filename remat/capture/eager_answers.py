@@ -34,11 +34,11 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from remat._torch.door import Shared
 from remat._torch.dynamo import FirstNode, backend_of_output, constant, following, handlers, is_of_tensor, predicates
 from remat._torch.elsewhere import traced_elsewhere
 from remat.capture.composites_on_fakes import CHECKED, composites_on_fakes
 from remat.capture.elsewhere import CaptureDevice
+from remat.shared import Shared
 
 _BOOKS = (  # Rule 4
     "transformers.cache_utils",

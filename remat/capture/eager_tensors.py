@@ -15,9 +15,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from remat._torch.door import Shared
 from remat._torch.dynamo import numbers_unread, rows_unbound
 from remat.capture.eager_answers import answers_of, capture_of
+from remat.shared import Shared
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from remat._torch.door import Shared
 from remat._torch.recording import shape_of_grouped_products
+from remat.shared import Shared
 
 _DTYPES = (torch.float32, torch.float16)
 

@@ -17,8 +17,8 @@ from unittest import mock
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from remat._torch.door import Shared
 from remat._torch.dynamo import traced_triton_launch
+from remat.shared import Shared
 
 _LAUNCHERS = {"triton.runtime.jit": "JITFunction", "triton.runtime.autotuner": "Autotuner"}
 

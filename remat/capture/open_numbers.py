@@ -19,9 +19,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from remat._torch.door import Shared
 from remat._torch.dynamo import draws_as_inputs, floats_open, numpy_of_numbers, sizes_closed
 from remat.capture.eager_answers import capture_of
+from remat.shared import Shared
 
 
 @contextlib.contextmanager

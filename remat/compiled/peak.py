@@ -39,7 +39,8 @@ class Halves:
     held      of results that the caller holds until the next forward returns
     ways      how forward draws random numbers, by seed
     redrawn   those of `ways` in which backward would draw in the other way; None where it cannot draw all alike
-    agrees    whether backward was given all of them; False where its bytes did not fit before the last
+    agrees    whether backward draws all as forward does; False where the bytes did not fit, and the last of `redrawn`
+              were not tried
     """
 
     forward: int

@@ -221,7 +221,8 @@ def solve(
     """
     more = more or CompiledBytes(0, (0,) * len(joint.own_bytes))
     cost = more.peak_bytes if least else operator.attrgetter("price_us")
-    best = begun if more.peak_bytes(begun := judged(joint, start)) <= most_bytes else None
+    begun = judged(joint, start)
+    best = begun if more.peak_bytes(begun) <= most_bytes else None
 
     def ask(those: Collection[int] | None, limit: int) -> tuple[_Answer, Choice | None]:
         """Solve a program, and keep its answer if it is the best that fits."""

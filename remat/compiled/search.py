@@ -55,13 +55,11 @@ class Search(LoweredCuts):
     def run(self) -> tuple[Choice, float | None] | None:
         """Search, and return (the cheapest choice that fits, the bound); None where none was found.
 
-        The bound is for a table that is corrected by the code of one choice.
+        The bound is for a table that is corrected by the code of one choice, whether that fits or not.
         """
         if self.fits_by_default() or (self.keep_sums_apart() and self.fits_by_default()):
             return self.default, None
         self.first = CompiledBytes(0, (0,) * len(self.default.alive_bytes))
-        if self.default.saved in self.lowered:
-            self._hear(self.default)
         bound = self._learn()
         if self._cheapest() is None:
             self._tighten()
@@ -72,14 +70,16 @@ class Search(LoweredCuts):
         return best, bound if math.isfinite(bound) else 0.0  # the code needs less than its table
 
     def _hear(self, choice: Choice) -> Choice:
-        """Give the table the order of calls, the draws and the bytes that the code of the first choice has.
+        """Give the table the order of calls, the bytes and the draws that the code of the first choice has.
 
-        Returns the choice as that table judges it.
+        Returns the choice as the table judges it in that order.
         """
         self.follow(self.lower(choice))
-        self.save_unread(self.lower(choice).ways)
+        if "portfolio" in vars(self):
+            self.portfolio = [judged(self.joint, each.saved) for each in self.portfolio]
         choice = judged(self.joint, choice.saved)
         self.first = self._more(choice)
+        self.save_unread(self.lower(choice).ways)
         return choice
 
     def _learn(self) -> float | None:
@@ -87,16 +87,24 @@ class Search(LoweredCuts):
 
         Returns the last bound; None where the table was corrected by the code of several choices.
         """
-        more, last, bound = self.first, self.default, 0.0
-        heard = set(self.lowered)  # the choices whose code the table knows
+        last, bound = self.default, 0.0
+        known = set[frozenset[str]]()  # the choices by whose code the table is corrected
+        if self.default.saved in self.lowered:
+            last = self._hear(self.default)
+            known.add(last.saved)
+        more = self.first
         for number in range(ROUNDS):
-            solved = self.solve(self.most_bytes, more, last, quick=not heard)
+            solved = self.solve(self.most_bytes, more, last, quick=not known)
             self.has_answer |= number == 0 and solved.choice is not None
             bound = solved.bound_us
             if (found := self._next(self._answers(solved, more), more)) is None:
                 break
-            self.tried.append(found)
-            last = self.tried[-1] = found if heard else self._hear(found)
+            last = found
+            self.tried.append(last)
+            if not known:
+                last = self.tried[-1] = self._hear(found)
+                more, known = self.first, {last.saved}
+                continue
             is_as_said = abs(more.peak_bytes(last) - self.needs(self.lower(last))) <= EQUAL_SHARE * self.most_bytes
             if not self.fits(last):
                 if is_as_said and solved.choice is None:  # the least that any choice needs
@@ -104,18 +112,18 @@ class Search(LoweredCuts):
                 if (lowered := self.lower(last)).redrawn is None:
                     self.save_unread(lowered.ways)
                 more = self._corrected(more, last)
-                heard.add(last.saved)
+                known.add(last.saved)
                 needed = [self.needs(self.lower(each)) for each in self.tried]
                 if len(needed) >= MISSES and self._cheapest() is None and needed[-1] >= min(needed[:-1]):
                     break
-            elif is_as_said and heard:
+            elif is_as_said:
                 break
             else:
                 more = dataclasses.replace(self._more(last), making=more.making)  # of other choices, it stays
-                heard = {last.saved} if not more.making else heard | {last.saved}
+                known = {last.saved} if not more.making else known | {last.saved}
         else:
             return None
-        return bound if len(heard) == 1 else None
+        return bound if len(known) == 1 else None
 
     def _tighten(self) -> None:
         """Solve the first table for lower limits than asked: its answers need more bytes than it says.

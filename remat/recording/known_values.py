@@ -32,7 +32,6 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from remat._torch.door import Shared
 from remat._torch.dynamo import know_functions, not_begun_at
 from remat._torch.recording import DEVICE, untraced
 from remat._torch.training import UnseenMode, without_modes
@@ -40,6 +39,7 @@ from remat.capture.dynamo import number_of
 from remat.capture.eager_answers import traced_as
 from remat.recording.ctc_shapes import CTC_SHAPES
 from remat.recording.passed_checks import answer_that_passes
+from remat.shared import Shared
 
 MOST_INTEGERS = 1 << 20
 MOST_FLOATS = 1 << 16

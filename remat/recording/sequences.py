@@ -19,13 +19,13 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 from torch.nn.utils import rnn
 
-from remat._torch.door import Shared
 from remat._torch.dynamo import not_begun_at
 from remat._torch.recording import functions_of_lengths, untraced
 from remat._torch.training import without_modes
 from remat.capture.eager_answers import traced_as
 from remat.errors import CaptureError
 from remat.recording.known_values import give_values, note_length, values_of
+from remat.shared import Shared
 
 _VF = functions_of_lengths()
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
