@@ -41,6 +41,7 @@ class LoopAsPlanned:
         self._loop = TrainingLoop.of(plan.about)
         self._steps = itertools.count()
         self._peak, self._budget = plan.predicted["peak_bytes"], plan.budget_bytes
+        self._backward_peak = plan.predicted.get("backward_peak_bytes", self._peak)
         self.outputs = LastOutputs()
 
     def forward_begins(self, now: CurrentForward) -> None:
@@ -85,8 +86,7 @@ class LoopAsPlanned:
     def returned(self, outputs: Any, given: Any) -> None:
         """Note that a forward has returned `outputs` for the arguments `given`."""
         if "held" not in self._reports.made:
-            peak = self._plan.predicted.get("backward_peak_bytes", self._peak)
-            self.outputs.note(outputs, given, peak, self._budget)
+            self.outputs.note(outputs, given, self._backward_peak, self._budget)
 
     def backward_ended(self) -> None:
         """Note the outputs that the loop holds as a backward has ended, and that no plan counts there.
@@ -176,7 +176,8 @@ class LoopAsPlanned:
     def _compare_outputs(self) -> None:
         reached, through = self.outputs.kept_through_backward()
         declared = self._loop.holds_outputs
-        sizes = self.outputs.alive(self._model, but_last=declared)
+        # the old loss is no more than the gradient with which backward, the peak, begins where the new one is made
+        sizes = self.outputs.alive(self._model, but_last=declared, but_losses=self._backward_peak >= self._peak)
         held_bytes, kept_bytes = sum(sizes.values()), sum(through.values())
         remedy = "let go of them before backward (`del` the names that hold them)"
         if not declared:

@@ -75,11 +75,12 @@ class HeldOutputs:
 
 @dataclasses.dataclass(frozen=True)
 class _Output:
-    """One storage of an output: its name, its size, and a weak reference."""
+    """One storage of an output: its name, its size, a weak reference, and whether it is that of a loss."""
 
     name: str
     size_bytes: int
     storage: StorageWeakRef
+    is_loss: bool
 
 
 COLLECTIONS = 3  # of cyclic garbage, at most
@@ -106,28 +107,28 @@ class LastOutputs:
             storage = _storage_of(tensor)
             if storage is not None and storage.nbytes() >= SMALLEST_BYTES and storage._cdata not in known:
                 known.add(storage._cdata)
-                found.append(_Output(name, storage.nbytes(), StorageWeakRef(storage)))
+                found.append(_Output(name, storage.nbytes(), StorageWeakRef(storage), _is_loss(tensor)))
         self._forwards.append(found)
 
-    def alive(self, model: nn.Module, *, but_last: bool = False) -> dict[str, int]:
+    def alive(self, model: nn.Module, *, but_last: bool = False, but_losses: bool = False) -> dict[str, int]:
         """Return the bytes by name of outputs that are still alive, without parameters and buffers of `model`.
 
         A reference cycle may keep an output until Python's collector runs, so the first few times it is run.
 
-        but_last  leave out those of the last forward too
+        but_last  leave out those of the last forward too        but_losses  and losses, which any loop holds
         """
-        sizes = self._sizes(model, but_last)
+        sizes = self._sizes(model, but_last, but_losses)
         if sizes and self._collections:
             self._collections -= 1
             gc.collect()
-            sizes = self._sizes(model, but_last)
+            sizes = self._sizes(model, but_last, but_losses)
         return sizes
 
     def backward_ends(self, model: nn.Module) -> None:
-        """Note what is kept as a backward has ended, if there was no room for it."""
+        """Note what is kept as a backward has ended, if there was no room for it; losses are, in any backward."""
         if self._peak + sum(output.size_bytes for found in self._forwards for output in found) <= self._budget:
             return
-        sizes = self._sizes(model, but_last=False)
+        sizes = self._sizes(model, but_last=False, but_losses=True)
         if (reached := self._peak + sum(sizes.values())) > max(self._budget, self._through[0]):
             self._through = reached, sizes
 
@@ -139,9 +140,10 @@ class LastOutputs:
         found, self._through = self._through, (0, {})
         return found
 
-    def _sizes(self, model: nn.Module, but_last: bool) -> dict[str, int]:
+    def _sizes(self, model: nn.Module, but_last: bool, but_losses: bool) -> dict[str, int]:
         kept = [[output for output in found if not output.storage.expired()] for found in self._forwards]
         late = [output for found in kept[: -1 if but_last else None] for output in found]
+        late = [output for output in late if not (but_losses and output.is_loss)]
         self._forwards = [found for found in kept[:-1] if found] + kept[-1:]
         if not late:
             return {}
@@ -154,6 +156,11 @@ class LastOutputs:
 
     def forget(self) -> None:
         self._forwards.clear()
+
+
+def _is_loss(tensor: torch.Tensor) -> bool:
+    """Return whether an output is a number to differentiate (`F.mse_loss` of a CPU leaves it a large storage)."""
+    return tensor.requires_grad and tensor.numel() == 1 and not tensor._is_view()
 
 
 def _storage_of(value: Any) -> torch.UntypedStorage | None:
