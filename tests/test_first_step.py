@@ -64,6 +64,34 @@ LARGER = dataclasses.replace(
 )
 
 
+# A module that is compiled: the plan runs it uncompiled, says so, and is held to that
+
+
+def rounding(graph_module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+    """Stand for a compiler whose code has other numbers."""
+    return lambda *args: [value * 1.001 for value in graph_module(*args)]
+
+
+def _rows(samples: int, length: int | None) -> Tensor:
+    return torch.linspace(0, 1, 8 * samples).view(samples, 8)
+
+
+def _compiled_within() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model[0].compile(backend=rounding)
+    return model
+
+
+def test_a_compiled_module_runs_uncompiled_and_is_named() -> None:
+    workload = Workload("within", _compiled_within, _rows, lambda model, x: model(x).sum(), batch_size=4)
+    plan = plan_by_hand(graph_of(workload), ())
+    model = apply(workload.build(), plan)
+    with pytest.warns(UserWarning, match=r"are compiled \(0\), and under the plan they run uncompiled"):
+        found = model(_rows(4, None))
+    with torch.compiler.set_stance("force_eager"):
+        assert torch.equal(found, remat.remove(model)(_rows(4, None)))
+
+
 # Losses in slices: a loss outside of the model, under a planned step
 
 WIDTH, CLASSES, LENGTH, SAMPLES = 16, 640, 48, 24

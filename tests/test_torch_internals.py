@@ -349,6 +349,16 @@ def test_dynamo_tells_its_frames_and_its_breaks() -> None:
     assert dynamo.compiler_behind(None) is None
 
 
+def test_modules_that_are_compiled_are_known() -> None:
+    in_place, by_forward, disabled, untouched = (torch.nn.Linear(1, 1) for _ in range(4))
+    in_place.compile()
+    by_forward.forward = torch.compile(by_forward.forward)  # type: ignore[method-assign]
+    disabled.forward = torch.compiler.disable(disabled.forward)  # type: ignore[method-assign]
+    for module in (in_place, by_forward, torch.compile(untouched)):
+        assert dynamo.is_compiled(module)
+    assert not dynamo.is_compiled(untouched) and not dynamo.is_compiled(disabled)
+
+
 @pytest.mark.parametrize("wanted", [False, True])
 def test_a_failure_on_fakes_is_not_logged_unless_it_is_asked_for(
     wanted: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

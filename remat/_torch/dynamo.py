@@ -59,6 +59,13 @@ def frames_traced() -> int:
     return int(internal("_dynamo.utils.counters", "see whether a forward was traced")["frames"]["total"])
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether calls of `module` are compiled: in place, wrapped, or by its forward."""
+    forward = getattr(module, "forward", None)
+    by_forward = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
+    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None or by_forward
+
+
 def graph_breaks() -> list[Any]:
     """Return the places and reasons of Dynamo's graph breaks in this process so far."""
     found: list[Any] = internal("_dynamo.utils.graph_break_reasons", "find the branch at which a graph broke")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from remat._torch.dynamo import is_compiled
 from remat.capture.circumstances import without_shapes
 from remat.capture.dynamo import element_counts
 from remat.errors import PlanMismatch
@@ -74,6 +75,15 @@ class ModelAsPlanned:
                 f"the plan is for a CPU, and this model is on {device}, whose kernels allocate other bytes: the budget "
                 f"of {gib(self._plan.budget_bytes)} may not be kept. Make a plan there, or for the card by name "
                 "(`--target h100-80gb`).",
+            )
+
+    def compare_compiled(self) -> None:
+        if names := [path for path, module in self._model.named_modules() if path and is_compiled(module)]:
+            self._reports.warn(
+                "compiled",
+                f"modules of this model are compiled ({first_few(names)}), and under the plan they run uncompiled: "
+                "numbers are those of the model without compilation. Compiled modules round otherwise, and draw other "
+                "dropout masks.",
             )
 
     def compare_trainable(self) -> None:

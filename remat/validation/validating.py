@@ -106,7 +106,7 @@ def validate(
     how = executions.load(plan.execution)
     place = _place(device)
     assert place.device is not None
-    with undisturbed(place.device):
+    with undisturbed(place.device), torch.compiler.set_stance("force_eager"):  # as a plan runs compiled modules
         sizes = TriedSizes(workload, plan, place, how)
         planned_step = sizes.largest(sizes.planned_load)
         compared = sizes.largest(sizes.untouched_load, at_most=planned_step.workload.batch_size)

@@ -333,8 +333,8 @@ class PlannedGraphs(PlannedForward):
             return original(*args, **kwargs)
 
     def _untouched(self, at: ModuleForward, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward without the plan, also where it calls the model again."""
-        with self._own_forwards():
+        """Run a forward without the plan, also where it calls the model again, and uncompiled, as under the plan."""
+        with self._own_forwards(), torch.compiler.set_stance("force_eager"):
             return at.original(*args, **kwargs)
 
     def _untouched_on_copies(self, at: ModuleForward, args: Any, kwargs: Any) -> Any:
@@ -510,6 +510,7 @@ class PlannedGraphs(PlannedForward):
         self._as_planned.require_shapes()
         self._as_planned.require_dtypes()
         self._as_planned.compare_device()
+        self._as_planned.compare_compiled()
 
     def _find_weights(self) -> None:
         """Find weights on the host. Raises PlanMismatch if the plan counts on others."""
