@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import random
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,8 @@ from torch import nn
 
 import remat
 from remat._torch.dynamo import frames_traced
+from remat.capture.anchors import Signature
+from remat.capture.settling import EarlyObservations, settle
 from remat.costing.device_allocator import measure_peak
 from remat.errors import CaptureError, PlanMismatch
 from remat.evaluation.identity import LOOSE_BYTES
@@ -46,7 +49,7 @@ from tests.carrying import (
     workload,
 )
 from tests.fingerprints import left_by
-from tests.toys import pairs_of_segments, plan_by_hand, recorded
+from tests.toys import every_block, pairs_of_segments, plan_by_hand, recorded
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
@@ -470,6 +473,56 @@ def test_a_planned_graph_may_be_another_call_of_an_early_forward(
     assert counts_of(is_bitwise(GIVEN_UP, given_up_plan, 3)).regions < 3 * len(given_up_plan.regions)
     with pytest.warns(UserWarning, match=r"later ones, which the plan is for: such forwards run without the plan"):
         trained(GIVEN_UP, given_up_plan, 1)
+
+
+class GivenUpAndNoted(GivenUp):
+    """Notes a number of each forward, which no other reads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.noted = y.detach().mean()
+        return y
+
+
+class ScriptedStep:
+    """A step whose captures have one graph and whose later forwards have others, beside a tensor that changes."""
+
+    known_functions: frozenset[str] = frozenset()
+
+    def __init__(self, later: Iterator[str]):
+        self.model, self.calls, self.early = nn.Module(), types.SimpleNamespace(answers=None), EarlyObservations()
+        self._later, self.signatures = later, tuple[Signature, ...]()
+
+    def capture_anew(self, answers: Any) -> None:
+        self.signatures = (Signature("traced", ()),)
+
+    def run_again(self) -> None:
+        self.signatures = (Signature(next(self._later), ()),)
+
+    def forward(self) -> torch.Tensor:
+        return torch.zeros(())
+
+    def state(self) -> Any:
+        return types.SimpleNamespace(changes=lambda statistics: {"noted": "tensor"}, shared_names=())
+
+
+def test_what_is_carried_makes_no_other_graph_where_each_capture_does() -> None:
+    step = ScriptedStep(itertools.repeat("later"))
+    settle(step, step.run_again)
+    assert step.early.by_traces and [graphs[0].key for graphs in step.early.history[:3]] == ["traced", "later", "later"]
+    turning = ScriptedStep(itertools.cycle(("later", "later", "other")))
+    with pytest.raises(CaptureError, match="another graph in every step"):
+        settle(turning, turning.run_again)
+
+
+@pytest.mark.exhaustive
+def test_a_loop_that_dynamo_gives_up_is_no_other_graph_because_of_what_is_carried() -> None:
+    case = workload(GivenUpAndNoted, batch_size=4)
+    _, graph = recorded(case)
+    assert graph.about["early_by_traces"] and graph.about["early_forwards"] == 1 and "noted" in graph.about["carried"]
+    plan = plan_by_hand(graph, every_block(graph))
+    model = is_bitwise(case, dataclasses.replace(plan, budget_bytes=plan.predicted["peak_bytes"]), 2)
+    assert counts_of(model).regions == 2 * len(plan.regions)
 
 
 class Endless(Stack):

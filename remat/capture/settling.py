@@ -38,6 +38,7 @@ class UnsettledForward(RematError):
     """The first forward has another graph than planned, perhaps because the model is not complete yet."""
 
 
+EARLY_BY_TRACES = "early_by_traces"  # in `Plan.about`
 MOST_FORWARDS = 4  # until a model is steady
 MOST_WITH_STATE = 64  # ... where something that it keeps from forward to forward changes: a queue that fills
 _CAPTURING_MODULE = "transformers.utils.output_capturing"
@@ -53,12 +54,14 @@ class EarlyObservations:
     carried  state of the model that every step changes, including periodic changes: kinds by name
     shared   names of carried state that the model shares with the rest of the program
     appended names of carried lists that a step only appends to
+    by_traces  whether the first graphs are others because they are traced then, and not because of what is carried
     """
 
     history: tuple[tuple[Signature, ...], ...] = ()
     carried: Mapping[str, str] = dataclasses.field(default_factory=dict)
     shared: tuple[str, ...] = ()
     appended: tuple[str, ...] = ()
+    by_traces: bool = False
 
     @property
     def is_any(self) -> bool:
@@ -72,7 +75,7 @@ class EarlyObservations:
         found: dict[str, Any] = {"early_graphs": list(keys)}
         found["early_forwards"] = self.history.index(recorded) if recorded in self.history else 0
         found |= {"carried": dict(self.carried), "carried_shared": list(self.shared)}
-        found["appended"] = list(self.appended)
+        found |= {"appended": list(self.appended), EARLY_BY_TRACES: self.by_traces}
         return {name: value for name, value in found.items() if value}
 
 
@@ -154,11 +157,17 @@ def _answered(step: SteadyStep, run_again: Callable[[], None]) -> _Capture:
 
 
 def _steady(step: SteadyStep, run_again: Callable[[], None], answers: Answers | None) -> _Capture:
-    """Capture the model in its steady state, when two successive forwards have the same graphs."""
+    """Capture the model in its steady state, when two successive forwards have the same graphs.
+
+    Where Dynamo gives something up behind its first trace, a capture never has the graphs of the forwards that follow.
+    It then is steady where a capture came out as the last one did, and forwards without another stay as they are.
+    """
     history: list[tuple[Signature, ...]] = []
     forwards, settled = 0, False
+    last: list[tuple[Signature, ...]] = []
+    by_traces = False
     while not settled:
-        tables = _state_of(step.model)
+        tables, begins = _state_of(step.model), len(history)
         found = _captured(step, answers)
         if found.failure is not None:
             return found
@@ -176,8 +185,16 @@ def _steady(step: SteadyStep, run_again: Callable[[], None], answers: Answers | 
             if not settled and forwards >= (MOST_WITH_STATE if fills else MOST_FORWARDS):
                 found = dataclasses.replace(found, failure=_unsteady(carried) if fills else None)
                 settled = stays = True
+        if not settled and (captured := history[begins:]) == last:
+            for _ in captured:
+                run_again()
+                history.append(step.signatures)
+            forwards += len(captured)
+            settled = _state_of(step.model) == tables and set(history[-len(captured) :]) == {captured[-1]}
+            by_traces = settled
+        last = history[begins:]
     shared = tuple(name for name in carried if name in before.shared_names)
-    return dataclasses.replace(found, early=EarlyObservations(tuple(history), carried, shared))
+    return dataclasses.replace(found, early=EarlyObservations(tuple(history), carried, shared, (), by_traces))
 
 
 def _unsteady(carried: Mapping[str, str]) -> CaptureError:

@@ -30,7 +30,7 @@ from remat.capture.anchors import graph_key
 from remat.capture.holders import GROWN
 from remat.capture.kept_tensors import are_bitwise_equal
 from remat.capture.model_state import AppendedLists, ModelState
-from remat.capture.settling import listed
+from remat.capture.settling import EARLY_BY_TRACES, listed
 from remat.errors import CaptureError
 from remat.evaluation.plan import Plan
 from remat.units import gib
@@ -57,8 +57,8 @@ class EarlyForwards:
 
     @property
     def may_complete(self) -> bool:
-        """Whether an early forward may only create what is missing."""
-        return not self.carried
+        """Whether an early forward may only create what is missing, or be an early one for its traces alone."""
+        return not self.carried or EARLY_BY_TRACES in self._plan.about
 
     def appended_in(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return the context of a planned forward: lists that the forward only appends to start empty."""
@@ -78,7 +78,9 @@ class EarlyForwards:
         if untouched <= budget:
             return ""
         kept = (
-            f", because of what the model keeps from one to the next ({listed(self.carried)})" if self.carried else ""
+            ""
+            if self.may_complete
+            else f", because of what the model keeps from one to the next ({listed(self.carried)})"
         )
         said = (
             f"this forward has another graph than later ones, which the plan is for{kept}: such forwards run without "

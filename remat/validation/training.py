@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from remat._torch.training import clear_cublas_workspaces
 from remat.capture.dynamo import cache_builders
 from remat.capture.model_state import ModelState
+from remat.capture.settling import EARLY_BY_TRACES
 from remat.costing.device_allocator import Measurement, allocation_events, measure_peak, measure_step, time_once_us
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, remove
@@ -89,7 +90,7 @@ class Training:
         if layers := self.loop.weights_on_host:
             offload_weights(self.model, layers)
         apply(self.model, plan, verify_first_step=False)  # validation compares more
-        if self._early_forwards and not plan.about.get("carried"):
+        if self._early_forwards and (EARLY_BY_TRACES in plan.about or not plan.about.get("carried")):
             self._trace()
 
     def _trace(self) -> None:
