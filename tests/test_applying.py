@@ -35,6 +35,7 @@ from remat.formulation.search_space import blocks, find_space
 from remat.recording.fake_step import FakeStep, autocast_context
 from remat.recording.recorder import record
 from remat.recording.tracker import Tracker
+from remat.units import gib
 from remat.workload.workload import Workload
 from tests.toys import (
     CHOICES,
@@ -508,8 +509,11 @@ def test_two_backwards_through_one_forward_are_told_where_they_may_break_the_bud
             model.zero_grad()
 
     train(1 << 40)
-    with pytest.warns(UserWarning, match=r"kept its graph for another one \(retain_graph=True\)"):
+    with pytest.warns(UserWarning, match=r"kept its graph for another one \(retain_graph=True\)") as seen:
         train(plans["short"].predicted["peak_bytes"])
+    gradients = sum(p.nbytes for p in built(SHORT).parameters())
+    most = gib(plans["short"].without_checkpointing["peak_bytes"] + gradients)
+    assert f"all that it recomputed, which stays for the next, up to about {most}" in str(seen[0].message)
 
 
 def test_a_gradient_that_is_differentiated_is_told_where_it_may_break_the_budget(plans: dict[str, Plan]) -> None:

@@ -155,6 +155,7 @@ class LoopAsPlanned:
                 )
         if DIFFERENTIATES in self._plan.about:
             return
+        gradients = sum(p.nbytes for p in parameters)
         untouched = self._plan.without_checkpointing.get("peak_bytes", self._peak)
         if forwards.were_differentiated_twice and 2 * untouched > self._budget:
             self._excess(
@@ -164,12 +165,14 @@ class LoopAsPlanned:
                 by="recomputed activations, which stay for the second one",
                 remedy="Make a plan with a workload whose `step` does so.",
             )
-        if forwards.were_kept and self._exceeds(sum(p.nbytes for p in parameters)):
+        most = gradients + (max(untouched, self._peak) if self._plan.regions else self._peak)
+        if forwards.were_kept and most > self._budget:
             self._excess(
                 "kept",
                 "the last backward kept its graph for another one (retain_graph=True), and the plan is for a step of "
                 "one backward",
-                by="the gradients that the first one leaves",
+                by="the gradients that the first one leaves, and by all that it recomputed, which stays for the next, "
+                f"up to about {gib(most)}",
                 remedy="Run one backward through the sum of the losses.",
             )
 
