@@ -216,6 +216,16 @@ def test_a_model_whose_build_reads_values_is_planned_as_if_it_did_not() -> None:
     assert all(map(torch.equal, *trained))
 
 
+def test_a_model_is_the_same_where_its_build_goes_on_without_an_operator() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(8, 4), orthogonal_map="householder"))
+
+    fake = FakeStep(Workload("householder", build, rows, squared, batch_size=4), device=CPU)
+    assert [(name, b.shape) for name, b in fake.model.named_buffers()] == [
+        (name, b.shape) for name, b in build().named_buffers()
+    ]
+
+
 def test_a_build_that_loads_a_checkpoint_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
     checkpoint = mlp().state_dict()
 

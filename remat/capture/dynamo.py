@@ -451,8 +451,9 @@ def fake_model(
     given each fake, and the tensor that it stands for.
 
     Tied parameters stay tied. A model that has data is copied: it may be the caller's own. A `build` that reads values
-    of its tensors, as `torch.linspace(0, 0.1, depth).tolist()`, makes its model in host memory. Raises `CaptureError`
-    if the model cannot be built.
+    of its tensors, as `torch.linspace(0, 0.1, depth).tolist()`, makes its model in host memory, and so does one with an
+    operator that the meta device lacks, also where code goes on without it. Raises `CaptureError` if the model cannot
+    be built.
     """
     try:
         model = _built(build, "meta")
@@ -498,12 +499,21 @@ def fake_model(
     return model, SharedState(model, fake, step)
 
 
-class _NumbersKept(TorchFunctionMode):
-    """Keeps the values of tensors of one number that are made on the meta device, for `number_of`."""
+class _Building(TorchFunctionMode):
+    """Keeps the values of tensors of one number that are made on the meta device, for `number_of`.
+
+    unknown  what an operator said that has no kernel there
+    """
+
+    unknown: NotImplementedError | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
+        try:
+            made = func(*args, **kwargs)
+        except NotImplementedError as error:
+            self.unknown = error
+            raise
         if func in _MAKERS and isinstance(made, torch.Tensor) and made.is_meta and made.numel() == 1:
             with contextlib.suppress(Exception):  # it may be made of others that have no values
                 vars(made)[_NUMBER] = func(*args, **{**kwargs, "device": "cpu"}), made._version
@@ -525,10 +535,14 @@ def number_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _built(build: Callable[[], nn.Module], device: str) -> nn.Module:
-    with torch.device(device), _NumbersKept(), warnings.catch_warnings():
+    with torch.device(device), _Building() as building, warnings.catch_warnings():
         # of each parameter of a checkpoint, whose values planning leaves out
         warnings.filterwarnings("ignore", message=r"for .*: copying from a non-meta parameter")
-        return build()
+        model = build()
+    unknown = building.unknown
+    if device == "meta" and unknown is not None and _reads_data(unknown):  # which torch's parametrizations pass over
+        raise unknown
+    return model
 
 
 def _not_built(error: Exception, where: str = "") -> RematError:
