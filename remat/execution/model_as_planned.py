@@ -82,7 +82,7 @@ class ModelAsPlanned:
             self._reports.warn(
                 "compiled",
                 f"modules of this model are compiled ({first_few(names)}), and under the plan they run uncompiled: "
-                "numbers are those of the model without compilation. Compiled modules round otherwise, and draw other "
+                "numbers are those of the model without compilation. Compiled modules have other roundings, and other "
                 "dropout masks.",
             )
 
