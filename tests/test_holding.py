@@ -511,6 +511,12 @@ def test_a_loss_that_any_loop_holds_is_not_spoken_of() -> None:
         assert loss.untyped_storage().nbytes() == 4 * 64 * 64
         loss.backward()
         model.zero_grad()
+    older = [loss]
+    loss = model(torch.ones(64, 64))
+    loss.backward()
+    with pytest.warns(UserWarning, match="still held"):
+        model(torch.ones(64, 64))
+    del older
 
 
 def test_plans_of_modules_look_too() -> None:

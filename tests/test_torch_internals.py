@@ -354,8 +354,8 @@ def test_modules_that_are_compiled_are_known() -> None:
     in_place.compile()
     by_forward.forward = torch.compile(by_forward.forward)  # type: ignore[method-assign]
     disabled.forward = torch.compiler.disable(disabled.forward)  # type: ignore[method-assign]
-    for module in (in_place, by_forward, torch.compile(untouched)):
-        assert dynamo.is_compiled(module)
+    wrapped: Any = torch.compile(untouched)
+    assert all(map(dynamo.is_compiled, (in_place, by_forward, wrapped)))
     assert not dynamo.is_compiled(untouched) and not dynamo.is_compiled(disabled)
 
 

@@ -96,7 +96,7 @@ class LoopAsPlanned:
         about = self._plan.about
         declared = self._loop.holds_outputs or any(forward.ended for forward in self._forwards.planned)
         if not ("held" in self._reports.made or PASSES in about or DIFFERENTIATES in about or declared):
-            self.outputs.backward_ends(self._model)
+            self.outputs.backward_ends(self._model, len(self._forwards.planned))
 
     def _exceeds(self, more_bytes: int) -> bool:
         return self._peak + more_bytes > self._budget
@@ -180,7 +180,8 @@ class LoopAsPlanned:
         reached, through = self.outputs.kept_through_backward()
         declared = self._loop.holds_outputs
         # the old loss is no more than the gradient with which backward, the peak, begins where the new one is made
-        sizes = self.outputs.alive(self._model, but_last=declared, but_losses=self._backward_peak >= self._peak)
+        losses = len(self._forwards.planned) if self._backward_peak >= self._peak else 0
+        sizes = self.outputs.alive(self._model, but_last=declared, but_losses=losses)
         held_bytes, kept_bytes = sum(sizes.values()), sum(through.values())
         remedy = "let go of them before backward (`del` the names that hold them)"
         if not declared:

@@ -110,12 +110,12 @@ class LastOutputs:
                 found.append(_Output(name, storage.nbytes(), StorageWeakRef(storage), _is_loss(tensor)))
         self._forwards.append(found)
 
-    def alive(self, model: nn.Module, *, but_last: bool = False, but_losses: bool = False) -> dict[str, int]:
+    def alive(self, model: nn.Module, *, but_last: bool = False, but_losses: int = 0) -> dict[str, int]:
         """Return the bytes by name of outputs that are still alive, without parameters and buffers of `model`.
 
         A reference cycle may keep an output until Python's collector runs, so the first few times it is run.
 
-        but_last  leave out those of the last forward too        but_losses  and losses, which any loop holds
+        but_last  leave out those of the last forward too        but_losses  and losses of so many last ones
         """
         sizes = self._sizes(model, but_last, but_losses)
         if sizes and self._collections:
@@ -124,11 +124,11 @@ class LastOutputs:
             sizes = self._sizes(model, but_last, but_losses)
         return sizes
 
-    def backward_ends(self, model: nn.Module) -> None:
-        """Note what is kept as a backward has ended, if there was no room for it; losses are, in any backward."""
+    def backward_ends(self, model: nn.Module, forwards: int = 1) -> None:
+        """Note what is kept as a backward through `forwards` has ended, besides their losses, if there was no room."""
         if self._peak + sum(output.size_bytes for found in self._forwards for output in found) <= self._budget:
             return
-        sizes = self._sizes(model, but_last=False, but_losses=True)
+        sizes = self._sizes(model, but_last=False, but_losses=forwards)
         if (reached := self._peak + sum(sizes.values())) > max(self._budget, self._through[0]):
             self._through = reached, sizes
 
@@ -140,10 +140,15 @@ class LastOutputs:
         found, self._through = self._through, (0, {})
         return found
 
-    def _sizes(self, model: nn.Module, but_last: bool, but_losses: bool) -> dict[str, int]:
+    def _sizes(self, model: nn.Module, but_last: bool, but_losses: int) -> dict[str, int]:
         kept = [[output for output in found if not output.storage.expired()] for found in self._forwards]
-        late = [output for found in kept[: -1 if but_last else None] for output in found]
-        late = [output for output in late if not (but_losses and output.is_loss)]
+        new = len(kept) - but_losses  # the first forward whose loss any loop holds
+        late = [
+            output
+            for i, found in enumerate(kept[: -1 if but_last else None])
+            for output in found
+            if i < new or not output.is_loss
+        ]
         self._forwards = [found for found in kept[:-1] if found] + kept[-1:]
         if not late:
             return {}
