@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -136,10 +134,9 @@ REFUSED_WITHOUT_POSITIONS = {
 }
 
 
-def written(body: str, path: Path, mtime: float = 0) -> Callable[[Tensor], Any]:
+def written(body: str, path: Path) -> Callable[[Tensor], Any]:
     """A function with a source."""
     path.write_text("def reads(x):\n" + textwrap.indent(body, " ") + "\n")
-    os.utime(path, (mtime, mtime))
     found: dict[str, Any] = {"torch": torch, "contextlib": contextlib, "pytest": pytest}
     exec(compile(path.read_text(), str(path), "exec"), found)
     return found["reads"]
@@ -205,12 +202,6 @@ def test_where_lines_alone_are_known_a_check_passes(body: str, tmp_path: Path) -
     reads = written(body, tmp_path / "source.py")
     with on_fakes() as x:
         assert reads(x) is without_columns(reads)(x) is None
-
-
-def test_a_source_that_was_written_late_is_not_read(tmp_path: Path) -> None:
-    reads = written("assert x.all()", tmp_path / "source.py", time.time() + 1)
-    with on_fakes() as x, pytest.raises(DataDependentOutputException):
-        reads(x)
 
 
 def test_a_check_of_known_values_says_what_they_say() -> None:

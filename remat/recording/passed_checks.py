@@ -11,7 +11,6 @@ good. Nor is a flag
   An error that any other `with` or a caller catches is taken as the end all the same.
 - compared by other than one of `<`, `<=`, `>`, `>=`, `==`; read by a call other than of `_READERS`; in a condition with
   a conditional expression, a lambda or a comprehension.
-- in a file written since this module was imported: other lines may be running.
 
 What reads is looked up in the source at its position (`co_positions`). Python 3.11 gives a jump that of its statement
 or of a comparison: there it is the instruction before, which made the flag. Code that Dynamo writes may have lines
@@ -25,9 +24,7 @@ import dis
 import functools
 import linecache
 import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -43,7 +40,6 @@ _PASSED_ON = (  # by whose frames a read goes from the code that reads to a disp
     *("remat.", "torch._subclasses", "torch._ops", "torch._compile", "torch._dynamo", "torch.utils._python_dispatch"),
     *("torch.overrides", "torch._prims_common", "torch.fx._", "contextlib"),
 )
-_BEGAN = time.time()
 
 
 def answer_that_passes(func: Any, args: Any) -> bool | None:
@@ -53,10 +49,9 @@ def answer_that_passes(func: Any, args: Any) -> bool | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _passes_on(frame):
         frame = frame.f_back
-    file = frame.f_code.co_filename if frame is not None else ""
-    if frame is None or (Path(file).exists() and Path(file).stat().st_mtime > _BEGAN):
+    if frame is None:
         return None
-    return _answer(frame.f_code, frame.f_lasti, frame.f_lineno, "".join(linecache.getlines(file)))
+    return _answer(frame.f_code, frame.f_lasti, frame.f_lineno, "".join(linecache.getlines(frame.f_code.co_filename)))
 
 
 def _passes_on(frame: FrameType) -> bool:
