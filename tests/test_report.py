@@ -257,7 +257,6 @@ def test_a_report_is_one_file_that_refers_to_nothing_outside(remat: Remat) -> No
         "every-block",
         "binding moment",
         "Data as a table",
-        "Where regions begin and end",
     ):
         assert words in said
     assert "curve, step, decisions, measured, strategies, proof, next steps" in ran.stdout
