@@ -1,4 +1,4 @@
-"""What only an error hangs on is no branch: checks on values pass while planning, and their operators count."""
+"""A flag on which only an error hangs is no branch: checks on values pass while planning, and their operators count."""
 
 from __future__ import annotations
 
