@@ -1111,17 +1111,19 @@ def beside(draw: st.DrawFn, joint: Joint) -> CompiledBytes:
 @settings(max_examples=60)
 @given(tables().flatmap(lambda joint: st.tuples(st.just(joint), beside(joint))), st.floats(0.0, 1.0))
 def test_the_program_finds_what_trying_every_choice_finds(drawn: tuple[Joint, CompiledBytes], share: float) -> None:
-    """So with few rows of (11) at first; and its bound holds."""
+    """So with few rows of (11) at first, or with those of all values; and its bound holds."""
     joint, more = drawn
     choices = [judged(joint, saved) for saved in subsets(joint)]
     peaks = sorted(set(map(more.peak_bytes, choices)))
     budget = peaks[round(share * (len(peaks) - 1))]
     fitting = [each.price_us for each in choices if more.peak_bytes(each) <= budget]
-    answer = solve(joint, budget, more, gap=0.0)
-    assert answer.choice is not None and more.peak_bytes(answer.choice) <= budget
-    assert answer.choice.price_us == pytest.approx(min(fitting), abs=1e-4)
-    assert answer.bound_us <= answer.choice.price_us + 1e-9
-    assert solve(joint, peaks[0] - 1, more) == Solved(None, math.inf)
+    for counted in ((), range(len(joint.values))):
+        answer = solve(joint, budget, more, counted=counted, gap=0.0)
+        assert answer.choice is not None and more.peak_bytes(answer.choice) <= budget
+        assert answer.choice.price_us == pytest.approx(min(fitting), abs=1e-4)
+        assert answer.bound_us <= answer.choice.price_us + 1e-9
+    none = solve(joint, peaks[0] - 1, more)
+    assert none.choice is None and none.bound_us == math.inf
     least = solve(joint, 1 << 40, more, gap=0.0, least=True).choice
     assert least is not None and more.peak_bytes(least) == peaks[0]
 
