@@ -186,7 +186,7 @@ def _values_within(output: Any, node: fx.Node) -> contextlib.AbstractContextMana
     return composites_on_fakes() if is_checked else contextlib.nullcontext()
 
 
-# Traces our captures, for the device that each is for.
+# Our captures are traced for the device that each is for, and torch's own checks pass in them.
 captured_elsewhere = Shared(lambda: traced_elsewhere(_elsewhere_of, _values_within))
 
 

@@ -65,8 +65,8 @@ def timeline(
             made = _measured(made, found.spec, loaded, line)
         if snapshot is not None:
             save_snapshot(profile, regions, snapshot, offloads)
-    files = [str(snapshot)] if snapshot is not None else []
-    return Answer({**made.to_json(), "snapshot_path": files[0] if files else None}, _text(made, files))
+    written = None if snapshot is None else str(snapshot)
+    return Answer({**made.to_json(), "snapshot_path": written}, _text(made, written))
 
 
 def _measured(made: StepTimeline, spec: ModelSpec | None, plan: Any, line: LiveLine) -> StepTimeline:
@@ -86,7 +86,7 @@ def _measured(made: StepTimeline, spec: ModelSpec | None, plan: Any, line: LiveL
 # The screen
 
 
-def _text(made: StepTimeline, files: list[str]) -> str:
+def _text(made: StepTimeline, written: str | None) -> str:
     from remat.cli.screen import aligned, heading
 
     total = made.alive_bytes
@@ -104,5 +104,5 @@ def _text(made: StepTimeline, files: list[str]) -> str:
         peak += f", measured {gib(int(made.measured[1].max()))}"
     for each in made.allocator:
         peak += f"; reserved {gib(each.reserved_bytes)} ({each.settings or 'default allocator'}, simulated)"
-    notes = [peak, *(f"wrote {path}" for path in files)]
+    notes = [peak] if written is None else [peak, f"wrote {written}"]
     return "\n\n".join([*lines, "\n".join(notes)])
