@@ -147,6 +147,15 @@ def test_the_integers_of_every_ready_made_batch_are_known_at_full_size(name: str
         assert integers and all(found.of(leaf) is not None for leaf in integers)
 
 
+def test_a_default_device_that_a_step_was_first_to_enter_is_that_of_later_tensors() -> None:
+    """torch lists functions that make tensors once, at the first call under `with torch.device(...)`."""
+    torch.utils._device._device_constructors.cache_clear()
+    with KnownValues().followed(), torch.device("meta"):
+        torch.empty(0)
+    with torch.device("meta"):
+        assert torch.tensor(1).is_meta
+
+
 def test_dynamo_knows_the_function_that_is_stood_in_for_and_not_what_stands_in() -> None:
     """It registers its handlers once in a process, by the functions that it finds then."""
     with KnownValues().followed():

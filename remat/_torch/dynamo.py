@@ -133,10 +133,12 @@ def handlers() -> dict[Any, Handler]:
 
 
 def know_functions() -> None:
-    """Let Dynamo look up the functions of torch and the methods of tensors now, before another replaces one of them.
+    """Let torch and Dynamo look up functions of torch and methods of tensors now, before another replaces one of them.
 
-    It finds them once, and functions again after `torch.distributed.init_process_group`.
+    They find them once, and Dynamo again after `torch.distributed.init_process_group`.
     """
+    with torch.device("cpu"):  # functions that a default device is for
+        torch.empty(0)
     handlers()
     purpose = "stand in for a function of torch"
     internal("_dynamo.trace_rules.get_torch_obj_rule_map", purpose)()
