@@ -3,6 +3,7 @@
     python -m benchmarks by_name                     every ready-made model, form and budget (hours)
     python -m benchmarks by_name:gpt2,llama-1b       of some models
     python -m benchmarks by_name:gpt2,default,least  in some forms, for some budgets
+    python -m benchmarks by_name:gpt2,auto-rtx4090   `--budget auto` for a card, on one that has no byte more
 
 It needs `make card`, and is run by the torch of constraints.txt, which plans. Each plan is trained in a process of its
 own by `plain_loop.py` on the card: memory is PyTorch's allocator's, nothing is computed but integers and small tensors.
@@ -12,6 +13,7 @@ Requested bytes are held to the prediction and to the budget, reserved bytes to 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -31,7 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CARD = ROOT / "build" / "card" / "python"
 TARGET = "h100-80gb"
 SECONDS = 60  # of a search: what is found is held to the card, not to the best
-BUDGETS = ("70%step", "45%step", "least")
+AUTO = "auto-"  # and a card: `--budget auto` for it
+BUDGETS = ("70%step", "45%step", "least", *(AUTO + card for card in ("rtx4090", "a100-40gb", "h100-80gb")))
 FORMS = {
     "default": "",
     "bitwise": "--exact",
@@ -102,12 +105,13 @@ def rows_of(model: str, options: str, budgets: Sequence[str], *loop: str) -> lis
             if not untouched_done:
                 rows.append({"budget": "untouched", **measured(path, *loop, untouched=True)})
                 untouched_done = True
-            found = measured(path, *loop, untouched=False)
+            found = measured(path, *loop, untouched=False, is_card_full=budget.startswith(AUTO))
             rows.append({"budget": budget, **found, "wall_s": round(time.monotonic() - started, 1)})
     return rows
 
 
 def command(model: str, options: str, budget: str) -> list[str]:
+    asked, target = ("auto", budget.removeprefix(AUTO)) if budget.startswith(AUTO) else (budget, TARGET)
     said = [
         sys.executable,
         "-m",
@@ -116,9 +120,9 @@ def command(model: str, options: str, budget: str) -> list[str]:
         "--model",
         *model.split(),
         "--target",
-        TARGET,
+        target,
         "--budget",
-        budget,
+        asked,
     ]
     said += ["--time-limit", str(SECONDS), "--no-advice", "--json", *options.split()]
     return [*said, "--host-budget", "256GiB"] if "--offload" in options else said
@@ -139,7 +143,8 @@ def least_of(model: str, options: str) -> str:
     return f"{round(1.003 * least_bytes)}B" if least_bytes else ""
 
 
-def measured(path: Path, *loop: str, untouched: bool) -> dict[str, Any]:
+def measured(path: Path, *loop: str, untouched: bool, is_card_full: bool = False) -> dict[str, Any]:
+    """Train the plan on the card; `is_card_full` gives it no byte more than the plan's budget."""
     plan = json.loads(path.read_text())
     ran = subprocess.run(
         [
@@ -152,6 +157,7 @@ def measured(path: Path, *loop: str, untouched: bool) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=False,
+        env={**os.environ, **({"CARD_BYTES": str(plan["budget_bytes"])} if is_card_full else {})},
     )
     if ran.returncode:
         return {"failure": last_line(ran.stderr)}
