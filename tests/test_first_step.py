@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import importlib.util
 import itertools
 import warnings
@@ -704,6 +705,21 @@ def test_digests_take_next_to_no_memory() -> None:
         assert measure_peak(functools.partial(digest_of, each), CPU) < each.nbytes / 20
     for each in (tensor, tensor.t().contiguous(), tensor.view(4, -1)[:, :1000]):
         assert measure_peak(functools.partial(digest_of, each, signed=True), CPU) < tensor.nbytes / 20
+
+
+def test_digests_leave_no_tensor_behind() -> None:
+    """A step has no room for one of every length."""
+
+    def tensors() -> int:
+        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+    digest_of(torch.ones(3, 5), signed=True)
+    gc.collect()
+    before = tensors()
+    for length in range(3001, 3033):
+        digest_of(torch.ones(length, 5), signed=True)
+    gc.collect()
+    assert tensors() == before
 
 
 @pytest.mark.cuda

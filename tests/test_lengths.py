@@ -239,6 +239,41 @@ def test_measured_peaks_are_within_the_budget_at_every_length() -> None:
         assert fixed + measure_peak(step, CPU) <= plan.budget_bytes
 
 
+def images(size: int, side: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    assert side is not None
+    return torch.randn(size, 3, side, side), torch.randint(10, (size,))
+
+
+def crops(size: int, number: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    assert number is not None
+    return torch.randn(size * number, 3, 16, 16), torch.randint(10, (size * number,))
+
+
+def of_images(batch: Any) -> Workload:
+    layers = [layer for _ in range(3) for layer in (nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.GELU())]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        ends = nn.Conv2d(3, 16, 3, padding=1), *copy.deepcopy(layers), nn.AdaptiveAvgPool2d(1)
+        return nn.Sequential(*ends, nn.Flatten(), nn.Linear(16, 10)).train()
+
+    def step(model: nn.Module, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(given[0]), given[1])
+
+    return Workload("images", build, batch, step, batch_size=4, seq_len=32)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("batch", [images, crops])
+def test_a_length_is_as_well_the_side_of_images_or_their_number(batch: Any) -> None:
+    workload = of_images(batch)
+    plan = remat.plan(workload, budget="60%step", target="cpu", lengths=(28,), forms=EACH)
+    planned, plain = remat.apply(workload.build(), plan), workload.build()
+    found = steps(planned, (28, 32, 20), workload)
+    assert all(map(torch.equal, found, steps(plain, (28, 32, 20), workload)))
+    assert ran(planned) == [2 * len(plan.shorter[0].regions), len(plan.regions)] and all(ran(planned))
+
+
 # The command line
 
 

@@ -13,7 +13,6 @@ fill the last columns of some results up to a multiple, and leave there what was
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 
@@ -130,6 +129,7 @@ def _sums(words: Tensor) -> Iterator[Tensor]:
 def _placed_sum(words: Tensor) -> Tensor:
     """Sum along the last dimension, each word times odd numbers for its place elsewhere; in slices, to save memory."""
     others = range(words.dim() - 1)
+    odd = [_odd_numbers(words.shape[i], words.dtype, words.device) for i in others]
     longest = max(others, key=lambda i: words.shape[i])
     step = -(-words.shape[longest] // SLICES)
     found = words.new_zeros(words.shape[-1])
@@ -137,15 +137,14 @@ def _placed_sum(words: Tensor) -> Tensor:
         part = words.narrow(longest, begin, min(step, words.shape[longest] - begin))
         for i in others:
             first = begin if i == longest else 0
-            numbers = _odd_numbers(words.shape[i], words.dtype, words.device)[first : first + part.shape[i]]
-            numbers = numbers.view(-1, *[1] * (words.dim() - 1 - i))
+            numbers = odd[i][first : first + part.shape[i]].view(-1, *[1] * (words.dim() - 1 - i))
             part = part.mul_(numbers) if i else part * numbers
         found += part.sum(list(others), dtype=words.dtype)
     return found
 
 
-@functools.cache
 def _odd_numbers(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Draw as many odd numbers. They are not kept: training may have no room for those of every length."""
     drawn = torch.randint(1 << 30, (count,), generator=torch.Generator("cpu").manual_seed(count), device="cpu")
     return (2 * drawn + 1).to(dtype).to(device)
 

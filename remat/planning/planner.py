@@ -91,8 +91,8 @@ def plan(
         solver: A function of `remat.solvers`, by default the exact one.
         forms: Forms of the step that are tried.
         menu: Also find plans with other numerics or with offloading, for `plan.alternatives`.
-        lengths: Tokens of shorter batches that get plans of their own, in `plan.shorter`, where these save time. The
-            longest batch is the workload's.
+        lengths: Lengths of shorter batches that get plans of their own, in `plan.shorter`, where these save time:
+            tokens, or another size that `workload.batch` takes as `seq_len`. The longest batch is the workload's.
         on_progress: Called with (done, total) while costs are measured.
 
     Returns:

@@ -35,7 +35,8 @@ class Workload:
         step: (model, batch) -> loss, a scalar tensor. Code outside of `model` counts in the peak and is never part of a
             region, see `with_planned_step`.
         batch_size: Default number of samples.
-        seq_len: Default sequence length in tokens, None if there is none.
+        seq_len: Default sequence length in tokens, None if there is none. Where batches differ in another size, that:
+            pixels of an image's side, images in a batch.
         optimizer: (parameters) -> Optimizer, a list of them, or an object that steps some; None for forward and
             backward alone.
         autocast: dtype of `torch.autocast` around `step`, None without autocast.
