@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from remat.costing.costs import Costs
 from remat.evaluation.graph import OUTSIDE, Graph, Node, OpKind, SavedTensors, Storages
 from remat.evaluation.plan import Region
+from remat.evaluation.writes import holds_or_leaves
 from remat.formulation.search_space import (
     Segment,
     Space,
     can_be_kept,
-    holds_or_leaves,
     legal_cuts,
     saveable,
     written_for_long,

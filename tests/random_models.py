@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from remat.evaluation.graph import OUTSIDE, Graph
 from remat.evaluation.plan import Region
-from remat.formulation.search_space import holds_or_leaves, legal_cuts, saveable, written_for_long
+from remat.evaluation.writes import holds_or_leaves
+from remat.formulation.search_space import legal_cuts, saveable, written_for_long
 from remat.workload.workload import Workload
 from tests.tricky_layers import LENGTH, SAMPLES, TRICKY_LAYERS, WIDTH
 

@@ -15,10 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import remat
+from remat.capture.anchors import Reading
+from remat.errors import PlanMismatch
 from remat.evaluation.evaluator import Memory
+from remat.evaluation.identity import Fit
 from remat.evaluation.plan import Region, to_refs
-from remat.execution.apply import apply
+from remat.execution import placing
+from remat.execution.apply import apply, counts_of
 from remat.execution.eager.replay import replay
+from remat.execution.eager.rewrite import CallRegion
 from remat.formulation.search_space import legal_cuts
 from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
@@ -180,15 +185,16 @@ def test_a_recomputation_is_judged_alike(function: Callable[..., Any]) -> None:
 class Solver(nn.Module):
     """Writes its states into slots, as solvers of differential equations do, or adds them up."""
 
-    def __init__(self, keeps: str) -> None:
+    def __init__(self, keeps: str, *, spelled_otherwise: bool = False) -> None:
         super().__init__()
         self.change, self.keeps = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()), keeps
+        self.spelled_otherwise = spelled_otherwise
         self.back = nn.Linear(64, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         states = torch.zeros(8, *x.shape) if self.keeps == "slots" else torch.zeros_like(x)
         for i in range(8):
-            x = x + self.back(self.change(x))
+            x = x + (1 - self.back(self.change(x.view(*x.shape) if self.spelled_otherwise else x)))
             if self.keeps == "slots":
                 states[i] = x
             else:
@@ -208,6 +214,26 @@ def test_steps_between_writes_in_place_may_be_made_again(keeps: str) -> None:
     assert len(plan.regions) >= 7
     report = remat.validate(workload, plan, device="cpu")
     assert report.passed, str(report)
+
+    def gradients(model: nn.Module) -> list[Any]:
+        torch.manual_seed(0)
+        model.load_state_dict({name: torch.randn_like(value) for name, value in model.state_dict().items()})
+        step(model, torch.randn(256, 4)).backward()
+        return [p.grad for p in model.parameters()]
+
+    expected = gradients(Solver(keeps))
+    other = remat.apply(Solver(keeps, spelled_otherwise=True), plan)
+    assert all(map(torch.equal, gradients(other), expected)) and counts_of(other).regions == len(plan.regions)
+    with torch.device("cpu"):  # a mode, under which Dynamo spells operators otherwise
+        assert all(map(torch.equal, gradients(remat.apply(Solver(keeps), plan)), expected))
+
+
+def test_a_region_that_would_hold_some_of_the_writes_is_refused() -> None:
+    region, fit = CallRegion(2, 5), Fit(tuple(range(20)), 20)
+    reading = Reading(None, frozenset(), frozenset(), [frozenset({6, 12, 18})])
+    assert placing._moved(region, fit, reading) == region
+    with pytest.raises(PlanMismatch, match="some of the writes"):
+        placing._moved(CallRegion(5, 9), fit, reading)
 
 
 def test_unfused_attention_adds_its_mask_in_place() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from remat._torch.recording import unwrapped
 from remat.capture.nodes import around_regions, bracket_of, called, captured_nodes, may_draw
 from remat.evaluation.identity import Identity, NodeId, canonical, key_of
+from remat.evaluation.writes import written_for_long
 
 # Whether these copy depends on the strides, the dtype or the size of their input.
 _MAY_VIEW = frozenset({"contiguous", "flatten", "reshape", "reshape_as", "to", "unflatten", "view_as"})
@@ -205,21 +206,25 @@ class Reading:
     cuts    positions where a region may begin or end; None: any, it is the graph that the plan was made for
     random  nodes that may draw random numbers
     once    nodes that update the state of a module
+    apart   nodes that touch a storage that is written for long: a region holds all of them, or none
     """
 
     cuts: frozenset[int] | None
     random: frozenset[int]
     once: frozenset[int]
+    apart: Sequence[frozenset[int]] = ()
 
 
 def read(graph_module: fx.GraphModule) -> Reading:
     nodes = captured_nodes(graph_module)
     identity = identity_of(graph_module)
-    illegal = set(_illegal(graph_module, nodes))
+    apart = _written_for_long(graph_module, nodes)
+    illegal = set(_illegal(graph_module, nodes, frozenset[int]().union(*apart)))
     return Reading(
         frozenset(p for p in range(len(nodes) + 1) if p not in illegal),
         frozenset(i for i, node in enumerate(identity) if node.draws),
         frozenset(_once(graph_module, nodes)),
+        apart,
     )
 
 
@@ -243,8 +248,22 @@ def _floats(node: Any) -> bool:
     return any(tensor.is_floating_point() for tensor in _tensors(node))
 
 
-def _illegal(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> Iterator[int]:
-    """Yield positions inside an open context, crossed by other values than tensors, or by tensors changed later."""
+def _written_for_long(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> list[frozenset[int]]:
+    """List the nodes that touch each storage that is written through much of the graph."""
+    own, state = frozenset(nodes), _Storages(graph_module)
+    last: dict[int, int] = {}
+    for i, node in enumerate(nodes):
+        for maker in state.makers_of_written(node) if writes(node) else ():
+            last |= {storage_key(tensor): i for tensor in _tensors(maker) if maker in own}
+    touched = [{storage_key(t) for each in (node, *node.all_input_nodes) for t in _tensors(each)} for node in nodes]
+    return written_for_long(touched, last)
+
+
+def _illegal(graph_module: fx.GraphModule, nodes: list[fx.Node], apart: Collection[int]) -> Iterator[int]:
+    """Yield positions inside an open context, crossed by other values than tensors, or by tensors changed later.
+
+    But for those of nodes that are `apart`.
+    """
     ordinal = {node: i for i, node in enumerate(nodes)}
     state, depth, around = _Storages(graph_module), 0, around_regions(nodes)
     for i, node in enumerate(nodes):
@@ -258,5 +277,5 @@ def _illegal(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> Iterator[int
             yield from range(i + 1, last + 1)
         if writes(node):
             for maker in state.makers_of_written(node):
-                if maker in ordinal:
+                if maker in ordinal and ordinal[maker] not in apart:
                     yield from range(ordinal[maker] + 1, i + 1)

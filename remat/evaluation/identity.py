@@ -40,6 +40,7 @@ _SYNONYMS = {
     "subtract": "sub",
     "isub": "sub_",
     "multiply": "mul",
+    "rsub": "sub",
     "rmul": "mul",
     "imul": "mul_",
     "truediv": "div",

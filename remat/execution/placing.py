@@ -27,6 +27,7 @@ from remat.errors import PlanMismatch
 from remat.evaluation.graph import fingerprint
 from remat.evaluation.identity import Difference, Fit, GraphMismatch, Places, compare, position_of
 from remat.evaluation.plan import Plan
+from remat.evaluation.writes import holds_or_leaves
 from remat.execution.eager.offloading import CallOffloads, offloads_in
 from remat.execution.eager.rewrite import CallRegion
 from remat.execution.eager.rewritten_calls import regions_by_call
@@ -109,6 +110,8 @@ def _moved(region: CallRegion, fit: Fit, reading: Reading) -> CallRegion:
     random = frozenset(fit.to[i] for i in region.random)
     if -1 in random:
         raise PlanMismatch("a node that drew random numbers when planned is not in this graph; plan again.")
+    if not all(holds_or_leaves(range(first, end), touching) for touching in reading.apart):
+        raise PlanMismatch("a region would hold some of the writes to a tensor in this graph; plan again.")
     return CallRegion(
         first,
         end - 1,

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from remat.errors import RematError
 from remat.evaluation.plan import Region
+from remat.evaluation.writes import holds_or_leaves
 from remat.formulation.problem import Problem
-from remat.formulation.search_space import holds_or_leaves, legal_cuts, runs_once, written_for_long
+from remat.formulation.search_space import legal_cuts, runs_once, written_for_long
 from remat.formulation.solution import Solution
 
 

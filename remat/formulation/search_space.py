@@ -18,17 +18,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from remat.evaluation import writes
 from remat.evaluation.graph import CHUNKED_ROWS, OUTSIDE, STEP_IN_BACKWARD, Graph, block_of
 from remat.evaluation.plan import SpaceSize
+from remat.evaluation.writes import LONG_LIFE
 
 DEPTH = 2  # of nesting
-LONG_LIFE = 0.3  # of the nodes
 MANY_LAYERS = 3
-LONG_WRITTEN = 12  # nodes: what is written through fewer may be all within a region
 MOST_SEGMENTS = 200
 SMALLEST_SEGMENT = 0.05  # of the average traffic: smaller ones are merged into a neighbour
 FEWEST_SEGMENTS = 4
@@ -135,28 +135,16 @@ def legal_cuts(graph: Graph) -> list[int]:
 
 
 def written_for_long(graph: Graph) -> list[frozenset[int]]:
-    """List the nodes that touch a storage, up to its last write, for each that is written through much of the forward.
-
-    Such are results that a loop writes into slots (`out[i] = x`), or a residual stream that each layer adds to. A
-    region around all writes would be most of the model. One that touches the storage nowhere may be made again.
-    """
+    """List the nodes that touch each storage that is written through much of the forward, see `evaluation.writes`."""
     last: dict[int, int] = {}
     for i, node in enumerate(graph.nodes):
         for producer in node.mutates:
             last |= dict.fromkeys(graph.nodes[producer].values, i)
-    touching: dict[int, list[int]] = {storage: [] for storage in last}
-    for i, node in enumerate(graph.nodes):
-        taken = {storage for source in (i, *node.inputs, *node.mutates) for storage in graph.nodes[source].values}
-        for storage in taken & last.keys():
-            if i <= last[storage]:
-                touching[storage].append(i)
-    most = max(LONG_LIFE * len(graph.nodes), LONG_WRITTEN)
-    return [frozenset(found) for storage, found in touching.items() if last[storage] - found[0] > most]
-
-
-def holds_or_leaves(region: Collection[int], touching: frozenset[int]) -> bool:
-    """Return whether a region holds all nodes that touch a storage, or none."""
-    return touching.isdisjoint(region) or touching.issubset(region)
+    touched = [
+        {storage for source in (i, *node.inputs, *node.mutates) for storage in graph.nodes[source].values}
+        for i, node in enumerate(graph.nodes)
+    ]
+    return writes.written_for_long(touched, last)
 
 
 def _behind_stepped(graph: Graph) -> list[int]:

@@ -18,7 +18,8 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from remat.evaluation.evaluator import Memory
-from remat.formulation.search_space import LONG_LIFE, Segment
+from remat.evaluation.writes import LONG_LIFE
+from remat.formulation.search_space import Segment
 
 NEAR = 3  # segments, or LONG_LIFE of them if that is more
 

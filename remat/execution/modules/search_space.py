@@ -20,12 +20,12 @@ import itertools
 
 from remat.errors import UsageError
 from remat.evaluation.graph import CALLED_MODULES, Graph
+from remat.evaluation.writes import holds_or_leaves
 from remat.formulation.search_space import (
     MOST_SEGMENTS,
     Segment,
     Space,
     forced_cuts,
-    holds_or_leaves,
     legal_cuts,
     written_for_long,
 )
