@@ -100,6 +100,26 @@ def test_writing_something_unknown_into_a_view_makes_its_base_unknown(known: Kno
     assert other.tolist() == [0, 7, 7]
 
 
+def test_what_is_overwritten_as_a_whole_is_known_until_a_view_from_before_is_written_into(known: KnownValues) -> None:
+    base = torch.empty(3).long()
+    part = base[1:]
+    part.copy_(torch.arange(2))
+    assert known.of(base) is None
+    base.copy_(torch.arange(3))
+    assert base.tolist() == [0, 1, 2]
+    part.zero_()
+    assert known.of(base) is None
+
+
+def test_a_table_of_positions_of_a_model_takes_no_memory_and_what_has_data_is_written_once() -> None:
+    found = KnownValues()
+    with torch.device("meta"), found.of_model():
+        positions, few, real = torch.arange(1024), torch.arange(4), torch.zeros(1, device="cpu")
+        few[0] = real.add_(1)
+    value = found.of(few)
+    assert found.of(positions) is None and value is not None and value.tolist() == [1, 1, 2, 3] and real == 1
+
+
 def test_random_integers_of_a_batch_are_known_and_what_a_generator_gives_elsewhere_stays() -> None:
     state = torch.get_rng_state()
     found = KnownValues()
@@ -289,7 +309,25 @@ FLAGS: dict[str, Callable[[bool], torch.Tensor]] = {
     "a tensor of its own": lambda is_set: torch.Tensor([is_set]),
     "made where the model is": lambda is_set: torch.tensor(is_set),
     "a byte": lambda is_set: torch.tensor(int(is_set), dtype=torch.uint8),
+    "filled": lambda is_set: torch.zeros(1).fill_(is_set),
+    "filled out of sight of versions": lambda is_set: filled(torch.tensor(0), is_set),
+    "computed": lambda is_set: torch.tensor(False) | is_set,
+    "copied": lambda is_set: torch.empty(1).copy_(torch.Tensor([is_set])),
+    "loaded": lambda is_set: loaded(torch.tensor(is_set, device="cpu")),
+    "of several": lambda is_set: torch.tensor([False, True])[torch.tensor([int(is_set)])],
 }
+
+
+def filled(flag: torch.Tensor, is_set: bool) -> torch.Tensor:
+    flag.data.fill_(is_set)
+    return flag
+
+
+def loaded(flag: torch.Tensor) -> torch.Tensor:
+    holder = nn.Module()
+    holder.register_buffer("flag", torch.tensor(False))
+    holder.load_state_dict({"flag": flag})
+    return holder.get_buffer("flag")
 
 
 class Flagged(nn.Module):
@@ -362,13 +400,47 @@ class SetThroughItsBase(Flagged):
         self.filled = self.state[:1]
 
 
-@pytest.mark.parametrize("kind", [SetInAList, SetThroughItsBase])
+class SetUnderAnotherName(Flagged):
+    def fill(self, x: torch.Tensor) -> torch.Tensor:
+        self.state.add_(1.0)
+        return super().fill(x)
+
+    def __init__(self, flag: Callable[[bool], torch.Tensor], **options: bool) -> None:
+        super().__init__(flag, **options)
+        self.state = self.filled.detach()
+
+
+@pytest.mark.parametrize("kind", [SetInAList, SetThroughItsBase, SetUnderAnotherName])
 def test_a_flag_that_is_written_out_of_sight_is_not_known(kind: type[Flagged]) -> None:
     workload = dataclasses.replace(
         flagged("a byte", is_set=True), build=lambda: kind(FLAGS["a tensor of its own"], is_set=True)
     )
     with pytest.raises(CaptureError, match="reads a number off a tensor"):
         graph_of(workload)
+
+
+class Lengths(nn.Module):
+    """Has few integers and a mask among its buffers, which decide shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(48, WIDTH)
+        self.register_buffer("lengths", torch.zeros(2, dtype=torch.long))
+        self.register_buffer("chosen", torch.zeros(64, dtype=torch.bool))
+        self.get_buffer("lengths")[0] = 16
+        self.get_buffer("lengths")[1:] += 48
+        self.get_buffer("chosen")[:48] = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.gelu(self.up(x))
+        first, second = x.split(self.get_buffer("lengths").tolist(), -1)
+        return self.down(x[:, self.get_buffer("chosen")]) + first.sum() * second.sum()
+
+
+def test_few_integers_of_a_model_are_known() -> None:
+    workload = Workload("lengths", Lengths, lambda n, _: torch.randn(n, WIDTH), lambda m, x: m(x).square().mean(), 64)
+    report = validate(workload, plan_by_hand(graph_of(workload), [Region(0, 2)]), device=CPU)
+    assert report.passed, report
 
 
 class Helped(nn.Linear):

@@ -444,11 +444,12 @@ def fake_model(
     device: torch.device,
     step: Callable[..., Any] | None = None,
     note: Callable[[torch.Tensor, torch.Tensor], None] = lambda fake, tensor: None,
+    followed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> tuple[nn.Module, SharedState]:
     """Call `build()` on the meta device, and replace every tensor of the model by a fake tensor on `device`.
 
     Return the model, and the state that it and a `step` that calls it share with the rest of the program. `note` is
-    given each fake, and the tensor that it stands for.
+    given each fake, and the tensor that it stands for. `followed` is the context of a `build` without data.
 
     Tied parameters stay tied. A model that has data is copied: it may be the caller's own. A `build` that reads values
     of its tensors, as `torch.linspace(0, 0.1, depth).tolist()`, makes its model in host memory, and so does one with an
@@ -456,7 +457,8 @@ def fake_model(
     be built.
     """
     try:
-        model = _built(build, "meta")
+        with followed():
+            model = _built(build, "meta")
     except Exception as error:
         if not _reads_data(error):
             raise _not_built(error, " on the meta device") from error
@@ -500,38 +502,16 @@ def fake_model(
 
 
 class _Building(TorchFunctionMode):
-    """Keeps the values of tensors of one number that are made on the meta device, for `number_of`.
-
-    unknown  what an operator said that has no kernel there
-    """
+    """Notes what an operator said that has no kernel on the meta device: `unknown`."""
 
     unknown: NotImplementedError | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         try:
-            made = func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
         except NotImplementedError as error:
             self.unknown = error
             raise
-        if func in _MAKERS and isinstance(made, torch.Tensor) and made.is_meta and made.numel() == 1:
-            with contextlib.suppress(Exception):  # it may be made of others that have no values
-                vars(made)[_NUMBER] = func(*args, **{**kwargs, "device": "cpu"}), made._version
-        return made
-
-
-_MAKERS = (torch.tensor, torch.zeros, torch.ones, torch.full)
-_NUMBER = "remat_number"
-
-
-def number_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the values of a tensor of one number, on the host; None if they are not known."""
-    if tensor.is_inference():
-        return None
-    number, version = vars(tensor).get(_NUMBER, (tensor, tensor._version))
-    is_whole = tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == tensor.nbytes
-    is_known = version == tensor._version and number.device.type == "cpu" and type(number) is torch.Tensor
-    return number.detach().clone() if is_known and is_whole and tensor.numel() == 1 else None
 
 
 def _built(build: Callable[[], nn.Module], device: str) -> nn.Module:

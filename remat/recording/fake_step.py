@@ -111,7 +111,9 @@ class FakeStep:
         self.eager_context = contextlib.nullcontext if elsewhere is None else elsewhere.kernels
         self._outside: Any = None  # the kernels of untraced code, while a forward or a backward runs
         self.known = KnownValues()
-        self.model, self.shared = fake_model(workload.build, self.mode, device, workload.step, self.known.note_constant)
+        self.model, self.shared = fake_model(
+            workload.build, self.mode, device, workload.step, self.known.note_constant, self.known.of_model
+        )
         if modules_under_plans(self.model):
             raise CaptureError(
                 "`build` returned a model that a plan is applied to: plan the model without it (`remat.remove(model)`)."

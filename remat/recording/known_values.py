@@ -7,9 +7,11 @@ alone is computed for the twins too. Where a shape or a number is asked for, the
 
 Rule 1  In the making of a batch random numbers are known too: drawn from a generator of their own. Once it is made,
         random floats are not: what they steered (a mask, lengths, labels) is. In a step no random number is known, nor
-        is anything that depends on one, on a weight or on a buffer. Except for a buffer of one number that no forward
-        writes into: a flag (`if self.initialized`).
-Rule 2  Twins are views of each other where the fakes are. What is written into with unknown values is unknown.
+        is anything that depends on one, on a weight or on a buffer. Except for a buffer of one number, or of few
+        integers, that no forward writes into: a flag (`if self.initialized`). It has the value that the making of the
+        model gave it, in whatever way (on the meta device, whose tensors have twins then).
+Rule 2  Twins are views of each other where the fakes are. What is written into with unknown values is unknown. What
+        is overwritten as a whole with known values is known.
 Rule 3  Only small results are known (`MOST_INTEGERS`, `MOST_FLOATS`): what decides a shape is not large.
 Rule 4  What is drawn in the making of a batch, or computed out of that, is known to be so: training draws others.
 
@@ -22,6 +24,7 @@ A FakeTensor has a `constant` of its own, which holds one number and is lost on 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Iterator, Sequence
@@ -29,13 +32,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from remat._torch.dynamo import know_functions, not_begun_at
 from remat._torch.recording import DEVICE, untraced
 from remat._torch.training import UnseenMode, without_modes
-from remat.capture.dynamo import number_of
 from remat.capture.eager_answers import traced_as
 from remat.recording.ctc_shapes import CTC_SHAPES
 from remat.recording.passed_checks import answer_that_passes
@@ -43,10 +47,14 @@ from remat.shared import Shared
 
 MOST_INTEGERS = 1 << 20
 MOST_FLOATS = 1 << 16
+MOST_OF_A_MODEL = 1 << 8  # flags, lengths and masks of features; no table of positions
 _SHAPE_ONLY = {  # their result depends on their first argument's shape alone
     *(torch.ops.aten.ones_like.default, torch.ops.aten.zeros_like.default, torch.ops.aten.full_like.default),
     *(torch.ops.aten.new_ones.default, torch.ops.aten.new_zeros.default, torch.ops.aten.new_full.default),
 }
+_OVERWRITING = {torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor}
+_OVERWRITING |= {torch.ops.aten.zero_.default}
+_MAKERS = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)  # they run no operator on the meta device
 _EMPTY_FACTORIES = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 _HOST = {"device": torch.device("cpu"), "pin_memory": False}
 
@@ -68,6 +76,8 @@ class KnownValues(UnseenMode):
         self._drawn: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # (Rule 4)
         self._floats: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # of random floats of a batch
         self._constants: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # of flags
+        self._noted: weakref.WeakKeyDictionary[torch.UntypedStorage, torch.UntypedStorage] = weakref.WeakKeyDictionary()
+        self._makes_model = False
         self.drawn_lengths = False  # whether lengths were read that are drawn
 
     @contextlib.contextmanager
@@ -93,16 +103,33 @@ class KnownValues(UnseenMode):
                 self._twins.pop(storage, None)
             self._floats.clear()
 
+    @contextlib.contextmanager
+    def of_model(self) -> Iterator[None]:
+        """Enter the context in which a model is made on the meta device. (Rule 1)"""
+        self._makes_model = True
+        try:
+            with self, _Made(self):
+                yield
+        finally:
+            self._makes_model = False
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the values of a fake tensor, on the host; None if they are not known."""
         twin = self._twin_of(tensor)
         return None if twin is None or twin.untyped_storage().data_ptr() in self._stale else twin
 
     def note_constant(self, fake: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Note the value of a tensor of one number, which is known until something writes into it. (Rule 1)"""
-        if tensor.numel() == 1 and not tensor.requires_grad and (number := number_of(tensor)) is not None:
-            self.note(fake, number)
-            self._constants.add(fake.untyped_storage())
+        """Note the values of a model's `tensor`, which are known until something writes into it. (Rule 1)"""
+        value = self._value_of(tensor) if _is_of_model(tensor) else None
+        if value is None or not _owns_all(tensor):
+            return
+        noted = self._noted.setdefault(tensor.untyped_storage(), fake.untyped_storage())
+        if noted is not fake.untyped_storage():  # fakes of two tensors with one storage have one each
+            self._twins.pop(noted, None)
+        elif not tensor.requires_grad:
+            with without_modes():
+                self.note(fake, value.detach().clone())
+            self._constants.add(noted)
 
     def hold_for(self, copy: torch.Tensor, tensor: torch.Tensor) -> None:
         """Give `copy` the known values of `tensor`."""
@@ -146,20 +173,23 @@ class KnownValues(UnseenMode):
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """Return whether all inputs of `func` are known, and its result on their values."""
-        if func._schema.is_mutable and any(t.untyped_storage() in self._constants for t in _fakes_in((args, kwargs))):
-            return False, None
+        written = list(_written(func, args, kwargs))
         if func in _SHAPE_ONLY:
             args = (_stand_in(args[0], kwargs.get("dtype")), *args[1:])
-        if any(isinstance(arg, FakeTensor) and self.of(arg) is None for arg in args):  # as nearly always, and at once
+        if func in _OVERWRITING and self.of(args[0]) is None:
+            args = (self._overwritten(args[0]), *args[1:])
+        if any(_has_no_data(arg) and self.of(arg) is None for arg in args):  # as nearly always, and at once
             return False, None
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if not all(self._value_of(leaf) is not None for leaf in leaves):
+        if any(not _has_no_data(tensor) or tensor.untyped_storage() in self._constants for tensor in written):
             return False, None
         name = func._schema.name.removeprefix("aten::")
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         if name in _EMPTY_FACTORIES or (drawn and self._generator is None):
             return False, None
-        if _spreads(func, leaves) if leaves else not _makes_little(func, args, kwargs):
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not all(self._value_of(leaf) is not None for leaf in leaves):
+            return False, None
+        if _spreads(func, leaves) if leaves else not self._makes_little(func, args, kwargs):
             return False, None
         args, kwargs = tree_map(self._real_of, (args, kwargs))
         kwargs |= {key: value for key, value in _HOST.items() if key in kwargs}
@@ -182,7 +212,7 @@ class KnownValues(UnseenMode):
         return any(leaf.untyped_storage() in self._floats for leaf in _floats_in((args, kwargs)))
 
     def _value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if isinstance(tensor, FakeTensor):
+        if _has_no_data(tensor):
             return self.of(tensor)
         if type(tensor) is not torch.Tensor or not _is_small(tensor):
             return None
@@ -212,7 +242,7 @@ class KnownValues(UnseenMode):
     def note(self, out: Any, values: Any) -> None:
         """Note `values` as those of `out`, tensor by tensor."""
         for fake, value in zip(tree_leaves(out), tree_leaves(values), strict=True):
-            if isinstance(fake, FakeTensor) and isinstance(value, torch.Tensor) and _is_small(value):
+            if _has_no_data(fake) and isinstance(value, torch.Tensor) and self._keeps(value):
                 self._twins.setdefault(fake.untyped_storage(), {})[_view_of(fake)] = value
 
     def _twin_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -220,15 +250,42 @@ class KnownValues(UnseenMode):
         return None if twins is None else twins.get(_view_of(tensor))
 
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:  # Rule 2
-        given = [*zip(func._schema.arguments, args, strict=False)]
-        given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
-        for argument, value in given:
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            for tensor in tree_leaves(value):
-                if isinstance(tensor, torch.Tensor) and (twin := self._twin_of(tensor)) is not None:
-                    storage = twin.untyped_storage()
-                    self._stale[storage.data_ptr()] = storage
+        for tensor in filter(_has_no_data, _written(func, args, kwargs)):
+            for twin in self._twins.get(tensor.untyped_storage(), {}).values():
+                storage = twin.untyped_storage()
+                self._stale[storage.data_ptr()] = storage
+
+    def _overwritten(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a real tensor to write into for a fake one that is written into as a whole; else the fake."""
+        if not (_has_no_data(tensor) and _owns_all(tensor) and self._keeps(tensor)):
+            return tensor
+        with without_modes():
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+    def _makes_little(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Return whether the tensors that a factory makes are small; those of a model, on the meta device too."""
+        if self._makes_model and kwargs.get("device") != torch.device("meta"):
+            return False
+        made = (leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, torch.Tensor))
+        return all(map(self._keeps, made))
+
+    def _keeps(self, tensor: torch.Tensor) -> bool:
+        return _is_of_model(tensor) if self._makes_model else _is_small(tensor)
+
+
+class _Made(TorchFunctionMode):
+    """Notes the values of tensors that are made out of numbers on the meta device, where no operator makes them."""
+
+    def __init__(self, known: KnownValues) -> None:
+        super().__init__()
+        self._known = known
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in _MAKERS and _has_no_data(made) and _is_of_model(made):
+            with contextlib.suppress(Exception), without_modes():  # they may be numbers of tensors without data
+                self._known.note(made, func(*args, **{**(kwargs or {}), "device": "cpu"}).detach().clone())
+        return made
 
 
 _tensor = torch.tensor
@@ -298,17 +355,11 @@ def _view_of(tensor: torch.Tensor) -> _View:
 def _stand_in(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """Return an empty real tensor for a fake one that a factory fills with few integers; else the fake."""
     dtype = dtype or tensor.dtype
-    is_plain = isinstance(tensor, FakeTensor) and all(isinstance(size, int) for size in tensor.shape)
+    is_plain = _has_no_data(tensor) and all(isinstance(size, int) for size in tensor.shape)
     if not is_plain or dtype.is_floating_point or dtype.is_complex or tensor.numel() > MOST_INTEGERS:
         return tensor
     with without_modes():
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
-
-
-def _makes_little(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether the tensors that a factory makes are small."""
-    made = (leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, torch.Tensor))
-    return all(map(_is_small, made))
 
 
 def _spreads(func: Any, leaves: Sequence[torch.Tensor]) -> bool:
@@ -316,6 +367,37 @@ def _spreads(func: Any, leaves: Sequence[torch.Tensor]) -> bool:
     if torch.Tag.pointwise not in func.tags or len(leaves) == 1:
         return False
     return math.prod(torch.broadcast_shapes(*(leaf.shape for leaf in leaves))) > MOST_INTEGERS
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that `func` writes into."""
+    for place, name in _writes(func):
+        leaves = tree_leaves(args[place] if place < len(args) else kwargs.get(name))
+        yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+@functools.cache
+def _writes(func: Any) -> tuple[tuple[int, str], ...]:
+    given = enumerate(func._schema.arguments)
+    return tuple((place, each.name) for place, each in given if each.alias_info and each.alias_info.is_write)
+
+
+def _has_no_data(value: Any) -> bool:
+    """Return whether `value` is a fake tensor, or one on the meta device."""
+    if isinstance(value, FakeTensor):
+        return True
+    return type(value) in (torch.Tensor, nn.Parameter) and value.is_meta and value.layout is torch.strided
+
+
+def _owns_all(tensor: torch.Tensor) -> bool:
+    """Return whether the storage of `tensor` holds nothing else."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def _is_of_model(tensor: torch.Tensor) -> bool:
+    """Return whether values of a model are known: one number, or few integers."""
+    is_whole = not tensor.is_floating_point() and not tensor.is_complex()
+    return tensor.numel() <= (MOST_OF_A_MODEL if is_whole else 1)
 
 
 def _fakes_in(value: Any) -> Iterator[torch.Tensor]:
