@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -321,6 +322,51 @@ def test_a_table_that_is_made_once_is_made_before_the_first_step_which_keeps_the
         warnings.filterwarnings("ignore", message=".*of gradients are there")
         model = is_bitwise(work, plan, 1)
     assert counts_of(model).regions == len(plan.regions)
+
+
+class Target(Stack):
+    """Compares with a copy of its layers, which the first forward makes, as BYOL's target network in a library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target: nn.Module | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.target is None:
+            self.target = nn.Sequential(*copy.deepcopy(self.layers)).requires_grad_(False)
+        with torch.no_grad():
+            seen = self.target(x)
+        return super().forward(x) - seen.mean(-1, keepdim=True)
+
+
+class CopyingStep:
+    """Compares with a copy of the model, which the first step makes."""
+
+    target: nn.Module | None = None
+
+    def __call__(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        if self.target is None:
+            self.target = copy.deepcopy(model).requires_grad_(False)
+        with torch.no_grad():
+            seen = self.target(batch[0])
+        return F.mse_loss(model(batch[0]), seen + 1)
+
+
+def test_a_model_that_the_first_step_copies_is_planned() -> None:
+    work = dataclasses.replace(workload(Stack), step=CopyingStep())
+    report = validate(work, tight(work), device="cpu")
+    assert report.passed, str(report)
+
+
+def test_a_network_that_the_first_forward_copies_is_planned_without_a_warning_of_torchs() -> None:
+    work = workload(Target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = tight(work)
+    assert plan.regions
+    is_bitwise(work, plan, 4)
+    report = validate(work, plan, device="cpu")
+    assert report.passed, str(report)
 
 
 class Waves(nn.Module):

@@ -38,6 +38,7 @@ from remat.evaluation.graph import (
     Parameter,
 )
 from remat.host.weights import AT_ONCE, Layer, layers_of, spread
+from remat.recording.copied_fakes import copied_fakes
 from remat.recording.deferred import DeferredPasses, reaches_parameters, states_counted
 from remat.recording.finish import Finish
 from remat.recording.inner_nodes import InnerNodes
@@ -58,7 +59,7 @@ from remat.workload.any_optimizer import AnyOptimizer
 from remat.workload.batches import tensors_of
 from remat.workload.held_outputs import HeldOutputs
 from remat.workload.reference import references_run_by
-from remat.workload.replaced_forward import ReplacedForward, modules_under_plans
+from remat.workload.replaced_forward import CopiedAsOriginal, ReplacedForward, modules_under_plans
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, trainable
 
@@ -176,7 +177,9 @@ class FakeStep:
             device_type=self.device.type,
         )
         for path, replaced in self._replaced.items():
-            replaced.put(functools.partial(self._called_at, path))
+            forward = CopiedAsOriginal(self._called_at, path)
+            forward.replaced = replaced
+            replaced.put(forward)
 
     @contextlib.contextmanager
     def _on_fakes(self) -> Iterator[None]:
@@ -193,6 +196,7 @@ class FakeStep:
             kernels_on_fakes(),
             composites_on_fakes(),
             sequences_of_known_lengths(),
+            copied_fakes(),
             tracebacks_unwritten(),
         ):
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from pathlib import Path, PurePath
@@ -21,6 +22,10 @@ _OWN_BACKWARD = (
     ". The backward of the loss is run for the step: return the loss, and leave `loss.backward()` to the loop"
 )
 _DATA = ". It reads a value of a tensor, and no tensor has data while planning: make the value without one"
+_ON_HOST = (
+    "it reads the values of a tensor on the host (`numpy()`){}, and no tensor has data while planning. Plan with a "
+    "`step` that has a stand-in for what is computed there, of the same shapes: for a matching, fixed indices"
+)
 _SIZES = (
     ". The size of its result depends on data, and a plan is for sizes that do not: keep all rows, and multiply by a "
     "mask or choose with torch.where"
@@ -44,6 +49,8 @@ def describe(error: BaseException, where: str = "") -> str:
     """
     if called := re.search(r"no rule registered for HigherOrderOperator (\w+)", str(error)):
         return _HIGHER_ORDER.format(operator=called[1]) + where
+    if ".numpy() is not supported for tensor subclasses" in str(error):
+        return _ON_HOST.format(where)
     if "convert all Tensors to FakeTensors first" in str(error):
         return f"it uses a tensor{where} that is neither of the model nor of the batch{_FOREIGN_TENSOR}"
     first = _first_line(str(error))
@@ -83,13 +90,14 @@ def not_a_loss(found: object) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """Return the last line of the traceback outside torch and this package, as ` at file:line`.
+    """Return the last line of the traceback outside torch, Python's library and this package, as ` at file:line`.
 
     It is followed by the last function of a layer of torch's, if there is one.
     """
-    torchs, ours = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+    torchs, ours, pythons = (str(Path(path).parent) for path in (torch.__file__, Path(__file__).parent, os.__file__))
     codes = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    users = [at for at in codes if not at[0].co_filename.startswith(("<", torchs, ours))]
+    others = [at for at in codes if not at[0].co_filename.startswith(("<", torchs, ours))]
+    users = [at for at in others if "-packages" in at[0].co_filename or not at[0].co_filename.startswith(pythons)]
     layers = [code for code, _ in codes if code.co_filename.startswith((f"{torchs}/nn/modules/", f"{torchs}/ao/"))]
     called = [code.co_qualname for code in layers if not code.co_name.startswith("_")]
     within = f" (in `{called[-1]}` of torch)" if called else ""

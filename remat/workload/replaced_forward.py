@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -30,6 +32,18 @@ class ReplacedForward:
             self.module.forward = self._before
         else:
             self.module.__dict__.pop("forward", None)
+
+
+class CopiedAsOriginal(functools.partial[Any]):
+    """A forward that takes the place of a module's own; a copy of the module has the module's own.
+
+    replaced  the module
+    """
+
+    replaced: ReplacedForward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.replaced.original, memo)  # bound to the module's copy
 
 
 class UnderPlan:
