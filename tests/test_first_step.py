@@ -613,11 +613,65 @@ def test_the_untouched_forward_needs_what_is_predicted() -> None:
     assert 0.9 * predicted <= rise - sum(t.nbytes for t in batch) <= LOCALS * predicted
 
 
+class Queue(nn.Module):
+    """A head behind a `body`, whose frozen teacher follows it in the forward; `queued` rows are kept in a buffer."""
+
+    def __init__(self, body: nn.Module, width: int, queued: int, follows: bool):
+        super().__init__()
+        self.body, self.head, self.follows = body, nn.Linear(width, width), follows
+        self.teacher = nn.Linear(width, width).requires_grad_(False)
+        self.register_buffer("queue", torch.zeros(queued, 512))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x).flatten(2).mean(2)
+        if self.follows:
+            with torch.no_grad():
+                self.teacher.weight.mul_(0.9).add_(self.head.weight, alpha=0.1)
+        loss: Tensor = (self.head(x) - self.teacher(x)).square().mean() + self.get_buffer("queue")[0, 0]
+        return loss
+
+
+def _convolutions() -> nn.Module:
+    layers = [nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(inplace=True)) for _ in range(2)]
+    return nn.Sequential(nn.Conv2d(3, 32, 3), *layers)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Queue(_convolutions(), 32, 1, follows=False),
+        lambda: Queue(nn.Tanh(), 3, 512, follows=False),
+        lambda: Queue(nn.AdaptiveAvgPool3d((512, 1, 1)), 512, 1, follows=True),
+    ],
+    ids=["workspaces", "buffers", "written-parameters"],
+)
+def test_all_that_verifying_takes_is_counted(build: Callable[[], nn.Module]) -> None:
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    batch, step = lambda n, _: torch.randn(n, 3, 32, 32), lambda m, x: m(x)
+    workload = Workload("all", build, batch, step, batch_size=4, optimizer=sgd)
+    plan, x = remat.plan(workload, budget="1GiB", target="cpu"), workload.batch(4, None)
+
+    def prepared(budget_bytes: int, rises: list[int]) -> Any:
+        tight = dataclasses.replace(plan, budget_bytes=budget_bytes, predicted={**plan.predicted, "peak_bytes": 0})
+        model, found = apply(workload.build(), tight), []
+        first_step, run = planned_forward(model).first_step, planned_forward(model).original
+        rises.append(measure_peak(lambda: found.append(first_step._prepared(run, ((x,), {}))), CPU))
+        return found[0]
+
+    model = workload.build()
+    there = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), x))
+    rises: list[int] = []
+    assert not isinstance(prepared(1 << 30, rises), str)
+    tight_bytes = there + rises[0] - 1
+    assert "no room" in prepared(tight_bytes, rises)
+    assert there + rises[1] <= tight_bytes
+
+
 @pytest.mark.parametrize("spoiler", ["", "rows-of-another"])
 def test_without_room_for_logits_the_forward_ends_in_front_of_them(
     spoiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FirstStep, "_has_room", lambda self: False)
+    monkeypatch.setattr(FirstStep, "_room_bytes", lambda self: -1)
     if spoiler:
         SPOILT[spoiler].spoil(monkeypatch)
     with pytest.raises(FirstStepMismatch) if spoiler else contextlib.nullcontext():
@@ -629,7 +683,7 @@ def test_without_room_for_logits_the_forward_ends_in_front_of_them(
 def test_without_room_a_head_that_runs_twice_is_compared_where_its_losses_are(
     loss: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FirstStep, "_has_room", lambda self: False)
+    monkeypatch.setattr(FirstStep, "_room_bytes", lambda self: -1)
     torch.manual_seed(0)
     step(Language().train(), remat.planned_step(loss, in_slices(loss)), OUTSIDE)
     SPOILT["rows-of-another"].spoil(monkeypatch)
@@ -638,7 +692,7 @@ def test_without_room_a_head_that_runs_twice_is_compared_where_its_losses_are(
 
 
 def test_without_any_room_it_says_so_and_compares_what_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FirstStep, "_has_room", lambda self: False)
+    monkeypatch.setattr(FirstStep, "_room_bytes", lambda self: -1)
     model, run = planned(TRANSFORMER, "every-block")
     SPOILT["drawn-anew"].spoil(monkeypatch)
     with pytest.warns(UserWarning, match="is not verified: .* no room"), pytest.raises(FirstStepMismatch):

@@ -7,6 +7,7 @@ parameter is copied to the host when it is about to be written into, and data th
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,11 +17,19 @@ from remat._torch.training import UnseenMode, is_wrapper, without_modes
 from remat.capture.schemas import written
 
 
-class WrittenParameters(UnseenMode):
-    """Notes writes into parameters of `model` while it is entered; `put_back` undoes them afterwards."""
+class NoRoom(BaseException):
+    """Ends a forward in front of a write that there is no room to undo; no other code catches it."""
 
-    def __init__(self, model: nn.Module):
+
+class WrittenParameters(UnseenMode):
+    """Notes writes into parameters of `model` while it is entered; `put_back` undoes them afterwards.
+
+    room_bytes  for copies of parameters that are on the host themselves, where another forward raises NoRoom
+    """
+
+    def __init__(self, model: nn.Module, room_bytes: float = math.inf):
         super().__init__()
+        self._room_bytes = room_bytes
         with without_modes():
             self._data = [(p, p.data) for p in model.parameters() if not is_wrapper(p)]
         self._of_storage: dict[int, list[torch.Tensor]] = {}
@@ -33,6 +42,9 @@ class WrittenParameters(UnseenMode):
         for tensor in written(func, args, kwargs):
             if tensor.layout is torch.strided and not is_wrapper(tensor):
                 for data in self._of_storage.pop(_storage(tensor), ()):
+                    self._room_bytes -= data.nbytes if data.device.type == "cpu" else 0
+                    if self._room_bytes < 0:
+                        raise NoRoom
                     self._copies.append((data, data.to("cpu", copy=True)))
         return func(*args, **(kwargs or {}))
 

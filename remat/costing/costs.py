@@ -16,7 +16,7 @@ import numpy as np
 from remat.costing.kernel_table import SOURCES, KernelTable
 from remat.costing.roofline import kernel_us
 from remat.costing.workspaces import cublas_bytes, with_libraries, without_formula, workspace_bytes
-from remat.evaluation.graph import Graph, OpKind
+from remat.evaluation.graph import FORWARD_ALONE, Graph, OpKind, forward_alone_bytes
 from remat.workload.target import Target
 
 KERNEL_TIMES = "kernel_times"  # key of `Graph.about` and `Plan.about`
@@ -119,6 +119,12 @@ def with_library_workspaces(graph: Graph, target: Target, costs: Costs | None = 
         return graph
     measured = costs is not None and costs.source == "measured"
     return with_libraries(graph, costs.about["library_bytes"] if measured and costs else cublas_bytes(target))
+
+
+def with_forward_alone(graph: Graph, costs: Costs) -> Graph:
+    """Count the workspaces of kernels in what the forward of `graph` takes by itself, which records say without."""
+    alone_bytes = forward_alone_bytes(graph, costs.workspace_per_op(graph))
+    return dataclasses.replace(graph, about={**graph.about, FORWARD_ALONE: alone_bytes})
 
 
 def assumptions(graph: Graph, target: Target) -> dict[str, Any]:

@@ -416,10 +416,16 @@ def _columns_from_json(columns: dict[str, list[int]]) -> dict[str, np.ndarray]:
     return {name: np.array(values, dtype=np.int64) for name, values in columns.items()}
 
 
-def forward_alone_bytes(graph: Graph) -> int:
-    """Return the peak bytes that the forward of `graph` allocates if autograd keeps nothing."""
+def forward_alone_bytes(graph: Graph, workspace_bytes: np.ndarray | None = None) -> int:
+    """Return the peak bytes that the forward of `graph` allocates if autograd keeps nothing.
+
+    workspace_bytes  of every operator's kernel, where known
+    """
     change, found = np.zeros(graph.forward_end + 2, dtype=np.int64), graph.storages
     made = found.birth < graph.forward_end
     np.add.at(change, found.birth[made], found.size_bytes[made])
     np.subtract.at(change, np.minimum(found.death[made], graph.forward_end) + 1, found.size_bytes[made])
-    return int(np.cumsum(change).max(initial=0))
+    alive = np.cumsum(change)
+    if workspace_bytes is not None:
+        alive[: graph.forward_end] += workspace_bytes[: graph.forward_end]
+    return int(alive.max(initial=0))

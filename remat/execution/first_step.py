@@ -22,6 +22,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 from unittest import mock
@@ -38,7 +39,7 @@ from remat.capture.holders import StateLost
 from remat.capture.kept_tensors import strided_parts
 from remat.capture.model_state import ModelState
 from remat.capture.trl_head import selects_rows
-from remat.capture.written_parameters import WrittenParameters
+from remat.capture.written_parameters import NoRoom, WrittenParameters
 from remat.chunking.chunked_loss import Watch
 from remat.errors import FirstStepMismatch, is_out_of_memory
 from remat.evaluation.form import CAPTURED_FORM, form_of
@@ -151,16 +152,17 @@ class FirstStep:
         """Run the forward without the plan, or return why it cannot run; None while weights are on the host."""
         if weights_on_host(self._model) is not None:
             return None
-        heads, ends = self._linear_heads(), not self._has_room()
+        heads, room_bytes = self._linear_heads(), self._room_bytes()
+        ends = room_bytes < 0
         if ends and (not heads or self._form.rows):
             if FORWARD_ALONE not in self._plan.about:
                 return "the plan is of an older version, and does not say how much memory that takes"
-            return f"the forward without the plan has no room in the budget of {gib(self._plan.budget_bytes)}"
+            return self._no_room
         before = ModelState(self._model)
         if once := before.only_once:
             return f"a forward more would change `{once[0]}` of the model for good: it cannot be put back"
         failures: list[Exception] = []
-        run = functools.partial(_untouched, self._model, before, forward, given, heads, ends)
+        run = functools.partial(_untouched, self._model, before, forward, given, heads, room_bytes)
         for under in (_saving_nothing, torch.no_grad):  # the first forbids to differentiate inside
             try:
                 narrow = self._plan.about.get("autocast") or _are_narrow(self._model)
@@ -168,26 +170,42 @@ class FirstStep:
                 return _ForwardComparison(run(under), again, NEAR[bool(narrow)])
             except StateLost:
                 raise
+            except NoRoom:
+                return self._no_room
             except Exception as error:
                 failures.append(error)
         if any(_NOTHING_SAVED in str(error) for error in failures):
             return "the forward differentiates inside, and without the plan that takes the memory which a plan saves"
         return f"the forward without the plan {_said_of(failures[-1])}"
 
-    def _has_room(self) -> bool:
-        """Return whether the budget has room for what the forward without the plan allocates.
+    @property
+    def _no_room(self) -> str:
+        return f"the forward without the plan has no room in the budget of {gib(self._plan.budget_bytes)}"
+
+    def _room_bytes(self) -> float:
+        """Return what the budget leaves beside the forward without the plan; negative if it has no room for that.
 
         All ranks have the same answer, whatever their batches: a forward may wait for the others.
         """
         needed_bytes = self._plan.about.get(FORWARD_ALONE)
         if needed_bytes is None:  # a plan from before this was known
-            return self._form == CAPTURED_FORM
+            return math.inf if self._form == CAPTURED_FORM else -1
         there = [*self._model.parameters(), *self._model.buffers()]
         there += [p.grad for p in self._model.parameters() if p.is_leaf and p.grad is not None]
+        there += self._copied()
         planned = self._plan.predicted.get("breakdown", {})
         state_bytes = sum(part.nbytes for tensor in there for part in strided_parts(tensor))
         state_bytes += planned.get(OPTIMIZER_STATE, 0) + 2 * planned.get("batch", 0)
-        return state_bytes + LOCALS * needed_bytes <= max(self._plan.budget_bytes, self._plan.predicted["peak_bytes"])
+        room_bytes = max(self._plan.budget_bytes, self._plan.predicted["peak_bytes"])
+        return room_bytes - state_bytes - LOCALS * needed_bytes
+
+    def _copied(self) -> list[Tensor]:
+        """List what is copied beside the arguments and takes as much again: tensors of a model on the CPU."""
+        if any(p.device.type != "cpu" for p in self._model.parameters()):
+            return []
+        state = ModelState(self._model, data=False)
+        drawn = [generator.get_state() for generator in (torch.default_generator, *state.torch_generators)]
+        return [*self._model.buffers(), *state.unregistered, *drawn]
 
     def _linear_heads(self) -> list[nn.Module]:
         """List the modules that compute the logits of chunked losses, each as often as it does so."""
@@ -202,10 +220,13 @@ def _untouched(
     forward: Forward,
     given: Any,
     heads: Sequence[nn.Module],
-    ends: bool,
+    room_bytes: float,
     under: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> _Observation:
-    """Run `forward`, digest its results, and restore the model to its state `before`."""
+    """Run `forward`, digest its results, and restore the model to its state `before`.
+
+    room_bytes  beside the forward, for parameters that it writes into; negative: it ends in front of the heads
+    """
     rows: list[Digest] = []
     learns = under is not torch.no_grad
 
@@ -213,10 +234,10 @@ def _untouched(
         if torch.is_grad_enabled() != learns:
             return  # logits that no loss learns from, such as those that the next inputs are drawn from
         rows.append(_of_rows(args[0]))
-        if ends and len(rows) == len(heads):
+        if room_bytes < 0 and len(rows) == len(heads):
             raise _HeadReached
 
-    arguments, parameters = _Arguments(given), WrittenParameters(model)
+    arguments, parameters = _Arguments(given), WrittenParameters(model, max(room_bytes, 0))
     handles = [head.register_forward_pre_hook(note) for head in set(heads)]
     try:
         with without_cache(model), under(), _casts_forgotten(), parameters:

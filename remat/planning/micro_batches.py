@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from remat.costing.costs import estimated_costs, with_library_workspaces
+from remat.costing.costs import estimated_costs, with_forward_alone, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, UsageError
@@ -215,7 +215,8 @@ class MicroBatches:
             if scaled is None:
                 self._record(key)
             else:
-                self._profiles[key] = self._costed(scaled.at(micro_batch))
+                found = self._costed(scaled.at(micro_batch))
+                self._profiles[key] = dataclasses.replace(found, graph=with_forward_alone(found.graph, found.costs))
         return self._profiles[key]
 
     def _record(self, key: tuple[int, bool]) -> None:
@@ -277,9 +278,10 @@ class MicroBatches:
             step, at = self._to_record[RECORDED_AT[0]], found.family.at(micro_batch)
             heads = found.heads_at(micro_batch)
             if (graph := filled(at, heads, step, form, alignment_bytes)) is not None:
-                known = whole.at(micro_batch)
+                untraced_bytes = whole.at(micro_batch).untraced_bytes
+                known = self.profile(micro_batch, accumulates).graph
                 about = {**graph.about, FORWARD_ALONE: known.about[FORWARD_ALONE]}
-                return self._costed(dataclasses.replace(graph, untraced_bytes=known.untraced_bytes, about=about))
+                return self._costed(dataclasses.replace(graph, untraced_bytes=untraced_bytes, about=about))
         return self._recorded_in(micro_batch, accumulates).profile(form)
 
     def _recorded_in(self, micro_batch: int, accumulates: bool) -> VariantProfiles:

@@ -11,7 +11,7 @@ import torch
 
 from remat.capture.elsewhere import CaptureDevice
 from remat.capture.generators import generators_kept
-from remat.costing.costs import Costs, assumptions, estimated_costs, with_library_workspaces
+from remat.costing.costs import Costs, assumptions, estimated_costs, with_forward_alone, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import require_argument
@@ -94,7 +94,7 @@ def profile_step(
     require_argument("on_progress", on_progress, Callable | None, "a function of the numbers done and in all")
     found = record(step, alignment_bytes=place.target.alignment_bytes)
     whole, costs = _costed(found, place, on_progress=on_progress)
-    whole = with_untraced(whole, step, costs, place.target, place.device)
+    whole = with_untraced(with_forward_alone(whole, costs), step, costs, place.target, place.device)
     return _profile(whole, costs, step, place)
 
 
