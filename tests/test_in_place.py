@@ -112,6 +112,31 @@ def attended(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=0.1).sum()
 
 
+def transposed(x: Tensor) -> Tensor:
+    """A linear layer of what is not contiguous adds its bias to a product."""
+    tokens = x[:, :8].reshape(2, WIDTH // 2, 8).transpose(0, 1)
+    return F.linear(tokens, torch.ones(WIDTH, 8), torch.ones(WIDTH)).sum()
+
+
+def transposed_by_hand(x: Tensor) -> Tensor:
+    tokens = x[:, :8].reshape(2, WIDTH // 2, 8).transpose(0, 1)
+    return (tokens @ torch.ones(WIDTH, 8).t() + torch.ones(WIDTH)).sum()
+
+
+def attended_across(x: Tensor) -> Tensor:
+    """Keys and values are linear layers of a context whose batch comes first."""
+    context, width = torch.ones(2, 2048, 8).transpose(0, 1), 64
+    query, square, kv = x[:1, : 2 * width].reshape(1, 2, width), torch.ones(width, width), torch.ones(width, 8)
+    found, _ = F.multi_head_attention_forward(
+        *(query, context, context, width, 1, None, torch.ones(3 * width), None, None, False, 0.0, square, None),
+        use_separate_proj_weight=True,
+        q_proj_weight=square,
+        k_proj_weight=kv,
+        v_proj_weight=kv,
+    )
+    return found.sum()
+
+
 def scattered_by_the_model(x: Tensor) -> Tensor:
     with torch.no_grad():
         ones = torch.zeros(WIDTH, WIDTH).scatter(1, torch.zeros(WIDTH, WIDTH, dtype=torch.long), 1.0)
@@ -132,6 +157,9 @@ TOYS = [
     indexed,
     selected,
     attended,
+    transposed,
+    transposed_by_hand,
+    attended_across,
     scattered_by_the_model,
     python_s_own_function,
 ]
@@ -166,7 +194,7 @@ def test_the_predicted_peak_is_the_measured_one(function: Callable[..., Any]) ->
 
 
 @pytest.mark.parametrize(
-    "function", [gathered, attended, scattered_by_the_model], ids=lambda function: function.__name__
+    "function", [gathered, attended, transposed, scattered_by_the_model], ids=lambda function: function.__name__
 )
 def test_a_recomputation_is_judged_alike(function: Callable[..., Any]) -> None:
     step = FakeStep(toy(function), device=CPU)

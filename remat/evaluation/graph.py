@@ -424,7 +424,8 @@ def forward_alone_bytes(graph: Graph, workspace_bytes: np.ndarray | None = None)
     change, found = np.zeros(graph.forward_end + 2, dtype=np.int64), graph.storages
     made = found.birth < graph.forward_end
     np.add.at(change, found.birth[made], found.size_bytes[made])
-    np.subtract.at(change, np.minimum(found.death[made], graph.forward_end) + 1, found.size_bytes[made])
+    last = found.death[made] + found.over[made]  # verified under a mode, where nothing is written over its argument
+    np.subtract.at(change, np.minimum(last, graph.forward_end) + 1, found.size_bytes[made])
     alive = np.cumsum(change)
     if workspace_bytes is not None:
         alive[: graph.forward_end] += workspace_bytes[: graph.forward_end]

@@ -13,6 +13,9 @@ Rule 2  The backward of `gather`, `index`, `max`, `sort` and the like writes int
         `value_selecting_reduction_backward`, torch/csrc/autograd/FunctionsManual.cpp).
 Rule 3  Unfused attention adds its mask to the scores (`_scaled_dot_product_attention_math`,
         ATen/native/transformers/attention.cpp).
+Rule 4  A linear layer adds its bias to a product by itself where its input is not contiguous: transposed tokens, or a
+        context in attention whose batch comes first (`linear`, ATen/native/Linear.cpp). torch's multi-head attention
+        calls it; all that this adds in one dimension is its bias.
 
 Operators are not replaced. One that would be in place is taken to have its first argument's storage over: that ends
 when the operator begins, provided that it is let go before the next operator, which is so if nothing else holds it. A
@@ -45,11 +48,11 @@ _WRITES_INTO_ZEROS = {
     aten.put.default,
 }
 
-_depth = {"model": 0, "attention": 0}  # backward may run in another thread than forward: not thread-local
+_depth = {"model": 0, "attention": 0, "linear": 0}  # backward may run in another thread than forward: not thread-local
 
 
 def count(what: str, change: int) -> None:
-    """Note that code of `what` ("model", "attention" in it) begins (1) or ends (-1)."""
+    """Note that code of `what` ("model"; "attention", "linear" in it) begins (1) or ends (-1)."""
     _depth[what] += change
 
 
@@ -82,7 +85,8 @@ class InPlace:
         if birth < 0 or not _could_be_in_place(func, args, out):
             return False
         if _depth["model"]:
-            return func is aten.add.Tensor and _depth["attention"] > 0  # Rule 3
+            adds = func is aten.add.Tensor
+            return adds and (_depth["attention"] > 0 or (_depth["linear"] > 0 and args[1].dim() == 1))  # Rules 3, 4
         if node is None or torch.is_grad_enabled() or isinstance(node, BackwardCFunction):
             return False
         if func is aten.add.Tensor:  # Rule 1

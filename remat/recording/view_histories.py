@@ -16,12 +16,19 @@ from typing import Any, Self
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from remat._torch.recording import is_batched
 from remat.recording import in_place
 
+_ADDING = {
+    F.scaled_dot_product_attention: "attention",
+    F.linear: "linear",
+    F.multi_head_attention_forward: "linear",
+}  # in place, on real tensors
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 
 
@@ -35,9 +42,10 @@ class ViewHistories(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__get__":  # shape, dtype and the like
             return func(*args, **(kwargs or {}))
         args, kwargs = self.renewed((args, kwargs or {}))
-        if func is not torch.nn.functional.scaled_dot_product_attention:
+        adding = _ADDING.get(func)
+        if adding is None or any(isinstance(each, torch.Tensor) and is_batched(each) for each in args):
             return self.renewed(func(*args, **kwargs))
-        with in_place.within("attention"):
+        with in_place.within(adding):
             return self.renewed(func(*args, **kwargs))
 
     def __enter__(self) -> Self:
