@@ -641,7 +641,7 @@ def _convolutions() -> nn.Module:
     [
         lambda: Queue(_convolutions(), 32, 1, follows=False),
         lambda: Queue(nn.Tanh(), 3, 512, follows=False),
-        lambda: Queue(nn.AdaptiveAvgPool3d((512, 1, 1)), 512, 1, follows=True),
+        lambda: Queue(nn.Sequential(nn.Tanh(), nn.AdaptiveAvgPool3d((512, 1, 1))), 512, 1, follows=True),
     ],
     ids=["workspaces", "buffers", "written-parameters"],
 )

@@ -203,9 +203,7 @@ class FirstStep:
         """List what is copied beside the arguments and takes as much again: tensors of a model on the CPU."""
         if any(p.device.type != "cpu" for p in self._model.parameters()):
             return []
-        state = ModelState(self._model, data=False)
-        drawn = [generator.get_state() for generator in (torch.default_generator, *state.torch_generators)]
-        return [*self._model.buffers(), *state.unregistered, *drawn]
+        return [*self._model.buffers(), *ModelState(self._model, data=False).unregistered]
 
     def _linear_heads(self) -> list[nn.Module]:
         """List the modules that compute the logits of chunked losses, each as often as it does so."""
