@@ -77,7 +77,7 @@ class Placer:
             return regions
         reading = read(graph_module)
         if fit.is_exact:
-            reading = dataclasses.replace(reading, cuts=None)
+            reading = dataclasses.replace(reading, cuts=None, apart=())  # the plan was checked for it
         return tuple(_moved(region, fit, reading) for region in regions)
 
     def offloads(self, call: int, graph_module: fx.GraphModule) -> CallOffloads:
