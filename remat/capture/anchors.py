@@ -75,6 +75,8 @@ def _identities(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> Iterator[
         takes = tuple(sorted(ordinal[i] for i in node.all_input_nodes if i in ordinal))
         tensors = sum(_dimensions(_value(i)) > 0 for i in node.all_input_nodes)
         op, draws, made_bytes = canonical(called(node)), may_draw(node), state.made_bytes(node)
+        if op == "rsub" and len(node.all_input_nodes) == 1:
+            op = "sub"  # `1 - x`, as Dynamo spells it under a torch function mode
         anchor = draws or _counts(node, op, node in owned, made_bytes, state)
         yield NodeId(op, module_path(node), takes, anchor, tensors, draws, made_bytes)
 

@@ -40,7 +40,6 @@ _SYNONYMS = {
     "subtract": "sub",
     "isub": "sub_",
     "multiply": "mul",
-    "rsub": "sub",
     "rmul": "mul",
     "imul": "mul_",
     "truediv": "div",
