@@ -352,6 +352,17 @@ def test_workspaces_that_the_environment_sets_are_measured_apart(
     assert Cache.open(tmp_path, CPU).path == on_cpu
 
 
+def test_processors_of_one_name_with_other_instructions_are_measured_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing_cache, "_vector_instructions", lambda: ["avx", "avx2"])
+    one = Cache.open(tmp_path, CPU).path
+    monkeypatch.setattr(timing_cache, "_vector_instructions", lambda: ["avx", "avx2", "avx512f"])
+    other = Cache.open(tmp_path, CPU).path
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert len({one, other, Cache.open(tmp_path, CPU).path}) == 3
+
+
 def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache() == tmp_path / "remat"

@@ -26,6 +26,7 @@ from remat.recording.fake_step import FakeStep
 from remat.validation import prediction, sizes
 from remat.validation.kernel_log import MOST_DIFFERENCES, KernelLog, kernel_differences
 from remat.validation.report import Report
+from remat.validation.sums import most_ratio
 from remat.validation.training import Training, collect, release_memory
 from remat.validation.validating import validate
 from remat.workload.training_loop import TrainingLoop
@@ -633,3 +634,13 @@ def test_on_a_gpu_a_plan_for_another_device_is_predicted_with_its_libraries() ->
     assert "predicted anew" in " ".join(report.notes)
     assert report.measured["peak_bytes"] <= report.predicted["peak_bytes"]
     assert report.measured["peak_bytes"] == pytest.approx(report.predicted["peak_bytes"], rel=1e-3)
+
+
+@pytest.mark.parametrize("numbers", [1, 2, 4, 16, 96])
+def test_chance_alone_seldom_breaks_the_promise_of_sums_however_few_their_numbers(numbers: int) -> None:
+    roundings = torch.randn(2, 20_000, numbers, generator=torch.Generator().manual_seed(0)).norm(dim=2)
+    assert (roundings[0] > most_ratio(numbers) * roundings[1]).double().mean() < 0.01
+
+
+def test_sums_of_many_numbers_are_given_little_for_chance() -> None:
+    assert most_ratio(100_000) < 1.12

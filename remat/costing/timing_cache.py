@@ -33,6 +33,7 @@ _MARKER = ".trying"
 SAVE_S = 5.0
 # of aten/src/ATen/cuda/CublasHandlePool.cpp
 _WORKSPACE_SETTINGS = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE")
+_INSTRUCTION_SETTINGS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 FATAL = "it ended the process in which it was last measured"
 
 
@@ -182,15 +183,32 @@ def device_name(device: torch.device) -> str:
 
 
 def workspace_settings(device: torch.device) -> list[str]:
-    """List the variables of the environment that are set and change how many bytes libraries take on `device`."""
-    names = _WORKSPACE_SETTINGS if device.type == "cuda" else ()
-    return [f"{name}={value}" for name in names if (value := os.environ.get(name))]
+    """List all but the device's name that changes how many bytes libraries take on `device`.
+
+    These are variables of the environment and, of a CPU, its vector instructions: libraries have kernels for each set,
+    and machines with processors of one name may differ in them.
+    """
+    on_gpu = device.type == "cuda"
+    names = _WORKSPACE_SETTINGS if on_gpu else _INSTRUCTION_SETTINGS
+    settings = [f"{name}={value}" for name in names if (value := os.environ.get(name))]
+    return settings if on_gpu else [*settings, *_vector_instructions()]
 
 
 @functools.cache
+def _vector_instructions() -> list[str]:
+    known = {flag for flag in _cpu_info("flags").split() if flag.startswith(("avx", "amx"))}
+    return sorted(known) or [torch.backends.cpu.get_cpu_capability()]
+
+
 def _cpu_model() -> str:
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+@functools.cache
+def _cpu_info(name: str) -> str:
+    """Return the first line `name` of what Linux says of the processor; empty where it says nothing."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
+            if line.startswith(name):
                 return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return ""

@@ -2,13 +2,12 @@
 
 A fused group keeps its intermediates in registers, where the nodes one by one round each to its dtype. So its results
 and gradients differ from the eager baseline's. The promise is that they are no further from the truth: for every
-result of a group, and every gradient that its backward gives, the distance from the same in float64 is at most `NEAR`
+result of a group, and every gradient that its backward gives, the distance from the same in float64 is at most 1.1
 times that of the nodes run one by one on the same inputs. Groups that do the same are taken together, and of them
 what has the same shape.
 
 Two things count as nothing: a distance below a quarter of a unit in the last place, of the whole tensor's norm, which
-is what storing it costs; and chance. The ratio of two random rounding errors of n numbers has a standard deviation of
-about 1 / sqrt(n), of which `CHANCE` are allowed.
+is what storing it costs; and chance (`most_ratio`).
 
 The fused step as a whole is compared with the untouched one too, roughly: gradients that are apart by more than
 rounding explains (`far_from`) mean a fault, not a rounding.
@@ -28,9 +27,8 @@ from torch import Tensor, fx
 from remat.capture.nodes import called
 from remat.evaluation.identity import canonical
 from remat.fusion.fused_group import FusedGroup, GroupRun
-from remat.validation.sums import NEAR
+from remat.validation.sums import most_ratio
 
-CHANCE = 3.0
 _LAST_PLACE = 0.25
 _FAR = {False: 1e-2, True: 0.5}  # of a gradient's norm: rounding stays well below, a wrong gradient seldom does
 _SMALL = 0.01  # of the largest gradient: smaller ones may be noise
@@ -57,7 +55,7 @@ class _GroupDistances:
 
     @property
     def is_too_far(self) -> bool:
-        return not self.ratio <= NEAR + CHANCE / math.sqrt(self.numbers)  # NaN is too far
+        return not self.ratio <= most_ratio(self.numbers)  # NaN is too far
 
 
 class GroupsSeen:

@@ -2,9 +2,7 @@
 
 They are not bitwise those of the eager baseline, whose sums run over all rows at once. The promise is that they are no
 further from the truth: for every weight of one, the distance of its sum from the same sum in float64 is at most
-`NEAR` times that of the sum over all rows at once. Both distances are norms of as many roundings as the weight has
-numbers, and of n such the ratio varies by 1 / sqrt(n) though neither way to add is the better one: of a norm's 16
-weights it says little. So it may be larger by what three times that explains.
+`NEAR` times that of the sum over all rows at once, or what chance explains (`most_ratio`).
 """
 
 from __future__ import annotations
@@ -24,6 +22,18 @@ from remat.chunking.chunked_rows import ChunkedRows
 NEAR = 1.1
 CHANCE = 3.0  # standard deviations of the logarithm of a ratio
 EXACT = 1e-12  # of a gradient's norm: sums in float64 are no more exact
+
+
+def most_ratio(numbers: int) -> float:
+    """Return the largest ratio of two distances from float64 that a promise of `NEAR` allows.
+
+    Both are norms of as many roundings as there are `numbers`, n. Their ratio varies though neither way to add is the
+    better one: its square has the F distribution with n and n degrees of freedom, whose logarithm has the variance
+    2 psi'(n / 2). So the logarithm of the ratio has about 1 / n for many numbers, 5 / 2 for a single one: of a norm's
+    16 weights the ratio says little, of one number next to nothing.
+    """
+    variance = float(torch.special.polygamma(1, torch.tensor(numbers / 2, dtype=torch.float64, device="cpu"))) / 2
+    return NEAR * math.exp(CHANCE * math.sqrt(variance))
 
 
 @dataclasses.dataclass
@@ -48,7 +58,7 @@ class _Distances:
 
     @property
     def is_near(self) -> bool:
-        return self.ratio <= NEAR * math.exp(CHANCE / math.sqrt(self.numbers))
+        return self.ratio <= most_ratio(self.numbers)
 
 
 class SumsSeen:
