@@ -84,10 +84,10 @@ def _keep_representatives(
 
 
 def _keep_every_third(items: list[pytest.Item]) -> None:
-    """Of tests marked `third`, mark two cases of three that are exhaustive as nightly."""
+    """Mark two of three exhaustive cases of a test as nightly, unless `often` says which these are."""
     seen: Counter[str] = Counter()
     for item in items:
-        if item.get_closest_marker("third") and item.get_closest_marker("exhaustive"):
+        if item.get_closest_marker("exhaustive") and not item.get_closest_marker("often"):
             test = item.nodeid.partition("[")[0]
             if seen[test] % 3:
                 item.add_marker(pytest.mark.nightly)

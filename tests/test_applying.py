@@ -111,7 +111,6 @@ def planned(plans: dict[str, Plan]) -> nn.Module:
 # Training
 
 
-@pytest.mark.third
 @pytest.mark.fast(
     "transformer-nothing",
     "transformer-nested-with-rest",
@@ -792,7 +791,7 @@ def assorted(graph: Any) -> dict[str, tuple[Region, ...]]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.often("resnet50", "qwen3-moe")
+@pytest.mark.often("resnet50")
 @pytest.mark.parametrize(  # benchmarks validate all
     "name",
     ["gpt2", "t5-base", "resnet50", "qwen3-moe"],
@@ -810,7 +809,6 @@ def test_evaluator_and_executor_count_the_same_recomputed_nodes(name: str) -> No
         assert calls.counts.recomputed_nodes == memory.recomputed_nodes(regions), choice
 
 
-@pytest.mark.third
 @pytest.mark.fast("transformer-nested-with-rest", "transformer-half-saved")
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", ["transformer", pytest.param("transformer-amp", marks=pytest.mark.exhaustive)])

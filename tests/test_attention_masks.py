@@ -405,6 +405,7 @@ def test_a_planned_training_forward_builds_no_cache(family: str, kind: str) -> N
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_model_that_is_planned_with_its_cache_on_is_planned_without() -> None:
     """A workload of one's own, whose configuration has it on by default; the Trainer turns it off."""
     workload = dataclasses.replace(

@@ -113,7 +113,6 @@ def is_bitwise(work: Workload, plan: Plan, steps: int, **options: Any) -> nn.Mod
 FEW = {"queue", "averages", "hooked", "banked"}
 
 
-@pytest.mark.third
 @pytest.mark.parametrize("name", names_of(CARRYING, FEW))
 def test_a_model_that_carries_state_trains_bit_by_bit_as_without_a_plan(name: str) -> None:
     work = workload(CARRYING[name])
@@ -562,6 +561,7 @@ def test_what_is_carried_makes_no_other_graph_where_each_capture_does() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_loop_that_dynamo_gives_up_is_no_other_graph_because_of_what_is_carried() -> None:
     case = workload(GivenUpAndNoted, batch_size=4)
     _, graph = recorded(case)
@@ -586,6 +586,7 @@ class Endless(Stack):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_forward_that_is_another_graph_for_ever_is_refused_by_name() -> None:
     with pytest.raises(CaptureError, match=r"another graph in every step.*`past`.*fixed size"):
         recorded(workload(Endless))
@@ -611,7 +612,6 @@ def test_numbers_that_a_forward_changes_are_left_open(name: str) -> None:
     assert counts_of(model).regions >= 11 * len(plan.regions)
 
 
-@pytest.mark.third
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", COUNTING)
 def test_a_model_that_counts_validates(name: str) -> None:
@@ -640,7 +640,6 @@ def test_a_counter_that_a_trace_cannot_leave_open_is_told_of_by_name(monkeypatch
 # No trace
 
 
-@pytest.mark.third
 @pytest.mark.parametrize("name", names_of({**CARRYING, **COUNTING}, {"queue", "hooked", "attribute"}))
 def test_planning_and_applying_leave_no_trace_in_a_model(name: str) -> None:
     torch.manual_seed(0)

@@ -316,6 +316,7 @@ def test_what_is_proved_from_a_start_is_the_oracles_in_hundreds(problem: Problem
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_the_first_table_that_shows_a_problem_to_be_of_no_use_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     place = find_planning_device("h100-80gb")
     found = profile_step(fake_step(TEST_SIZES["t5-base"](), place), place)
@@ -510,6 +511,7 @@ def test_no_time_still_gives_a_bound() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.often("t5-base")
 @pytest.mark.parametrize("name", ["t5-base", "gpt2", "bert-large", "llama-1b"])
 def test_a_plan_of_a_real_model_is_never_below_the_bound_at_its_own_peak(name: str) -> None:

@@ -498,6 +498,7 @@ class Parallel(Half):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_groups_inside_of_chunked_mlps_run_every_length_by_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeStep(workload(Swish), device=CPU)
     with fake.in_form(Form(rows=3, fused=True)):
@@ -564,7 +565,6 @@ def test_loss_and_gradients_are_the_untouched_ones_but_for_sums(half: type[Half]
             assert apart <= 1.5 * own + 1e-6 * truth.norm(), name  # `sums.py` holds sums alone to float64
 
 
-@pytest.mark.third
 @pytest.mark.fast("TwoShifts-float32-16", "SharedBias-autocast-16", "Flat-float32-16", "SmallBatch-float32-1")
 @pytest.mark.parametrize("samples", [16, 1])
 @pytest.mark.parametrize("policy", ["float32", "autocast"])
@@ -586,6 +586,7 @@ def test_odd_halves_are_left_whole_or_right(half: type[Half], policy: str, sampl
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_what_is_cut_of_the_odd_halves() -> None:
     """Where some are cut, it is these: a rule that left all whole would pass the test above."""
     found = {half.__name__: len(find_row_runs(captured(half, 1))) for half in ODD}
@@ -796,6 +797,7 @@ def test_a_plan_cuts_mlps_where_nothing_else_fits() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_fused_plan_cuts_mlps_where_nothing_else_fits_and_fuses_inside_of_them() -> None:
     with pytest.raises(Infeasible) as refused:
         plan(workload(Gated), budget=1, target="h100-80gb", numerics="rounding")

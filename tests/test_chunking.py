@@ -349,7 +349,6 @@ def in_slices(model: nn.Module, slices: int) -> GraphCalls:
 POLICIES = {"float32": (torch.float32, False), "autocast": (torch.float32, True), "bfloat16": (torch.bfloat16, False)}
 
 
-@pytest.mark.third
 @pytest.mark.fast("shifted-autocast", "capped-float32", "summed-bfloat16")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("loss", LOSSES)

@@ -178,6 +178,7 @@ class Broken(MLP):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("autocast", "graph-break")
 @pytest.mark.parametrize(
     ("make", "share", "graphs", "options"),
     [
@@ -223,6 +224,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_random_operators_in_a_users_checkpoint_are_counted(cuts: list[BudgetPartitioner]) -> None:
     model, x = built(Checkpointed), batch()
     expected, untouched = trained(model, torch.compile(model), x)
@@ -283,6 +285,7 @@ class Language(nn.Module):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_one_compilation_trains_batches_of_all_sizes_with_the_loss_in_chunks(cuts: list[BudgetPartitioner]) -> None:
     model, plain = built(Language), built(Language)
     planned = remat.compile(model, "2MiB", holds="loss", dynamic=True)
@@ -530,6 +533,7 @@ def test_operator_by_operator_every_choice_computes_the_same_bits(saved: Chosen)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 @EVERY_CHOICE
 def test_fused_no_choice_is_further_from_float64_than_the_default(saved: Chosen) -> None:
     exact = gradients(built(Dropout).double(), None, batch().double())
@@ -638,6 +642,7 @@ class SharedBias(nn.Module):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_gradients_of_a_shared_bias_are_summed_before_the_next_layer(cuts: list[BudgetPartitioner]) -> None:
     """Inductor sums all in one late kernel, and keeps the gradients of every layer until then: nothing fitted."""
     x, model = torch.randn(256, 32, 64), built(SharedBias)
@@ -682,6 +687,7 @@ def test_the_table_has_sums_and_scatters_of_a_late_kernel_as_they_run() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_the_table_has_gradients_of_weights_where_the_compiler_runs_them(cuts: list[BudgetPartitioner]) -> None:
     """So the program's answer fits. With calls in the graph's order, its table was a layer off, and no try fitted."""
 
@@ -888,6 +894,7 @@ class Blocks(nn.Sequential):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.often("0.74")
 @pytest.mark.parametrize("share", [0.78, 0.74])
 def test_a_first_answer_that_exceeds_says_too_where_its_code_needs_less(
     cuts: list[BudgetPartitioner], share: float

@@ -163,6 +163,7 @@ def test_the_snapshot_replays_to_the_predicted_peak(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_levers_are_what_recording_again_finds() -> None:
     place = find_planning_device("h100-80gb")
     profile = profiled()
@@ -177,6 +178,7 @@ def test_levers_are_what_recording_again_finds() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_loss_in_slices_is_no_lever_where_it_runs_in_slices() -> None:
     place, profile = find_planning_device("h100-80gb"), profiled()
     cut = dataclasses.replace(profile.graph.nodes[-1], op="chunked_loss(4)")

@@ -164,6 +164,7 @@ def test_selective_recomputation_of_attention_frees_70_percent_of_a_block_of_gpt
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_interiors_are_linear_in_the_batch_and_quadratic_in_the_sequence_unless_fused() -> None:
     two, four, eight = (interior_bytes(b, 512, 1024, 16, False) for b in (2, 4, 8))
     assert eight - four == 2 * (four - two)

@@ -33,9 +33,9 @@ def test_a_model_from_its_configuration_trains_under_a_tight_budget_as_without(n
     assert row["regions"] > 0 and row["predicted_mib"] <= row["budget_mib"] < row["without_mib"]
 
 
+@pytest.mark.often("OPTForCausalLM")
 @pytest.mark.parametrize("name", [each.model for each in architectures.ALL])
 @pytest.mark.exhaustive
-@pytest.mark.often("OPTForCausalLM", "HubertForSequenceClassification")
 @pytest.mark.filterwarnings("ignore")
 def test_profiling_planning_and_applying_leave_no_trace_in_a_model(name: str) -> None:
     (found,) = [each for each in architectures.ALL if each.model == name]

@@ -522,6 +522,7 @@ def test_what_only_holds_for_some_sizes_is_lowered_again_for_others(lowerings: l
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*larger than.*")
 def test_batches_of_every_length_run_the_same_kernels(lowerings: list[str]) -> None:
     model, other = planned_and_plain()
@@ -557,6 +558,7 @@ def test_pieces_of_a_loss_with_other_numbers_of_rows_run_the_same_kernels(loweri
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_isomorphic_groups_share_their_kernels() -> None:
     before = len(kernels._KERNELS)
     for layers in (2, 4):

@@ -46,7 +46,6 @@ def assert_same(one: Graph, other: Graph) -> None:
             assert left == right, field.name
 
 
-@pytest.mark.third
 @pytest.mark.fast("broken", "two-outputs", "transformer")
 @pytest.mark.parametrize("name", [*TOYS, BATCH_NORM.name])
 def test_a_recorded_graph_survives_json(name: str) -> None:

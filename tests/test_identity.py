@@ -443,15 +443,14 @@ def test_identity_does_not_depend_on_the_batch(name: str) -> None:
         assert isinstance(fit, Fit) and fit.is_exact and fit.more_bytes == 0
 
 
-@pytest.mark.third
 @pytest.mark.fast("broken", "batch-norm", "in-place", "transformer")
 @pytest.mark.parametrize("name", [*TOYS, BATCH_NORM.name])
 def test_what_a_captured_graph_says_of_its_nodes_is_what_the_record_saw(name: str) -> None:
     assert_as_recorded(recorded_toy(TOYS.get(name, BATCH_NORM)).graph)
 
 
-@pytest.mark.often("t5-base", "convnextv2-base")
 @pytest.mark.exhaustive
+@pytest.mark.often("convnextv2-base")
 @pytest.mark.parametrize("name", models.TEST_SIZES)
 def test_what_a_model_says_of_its_nodes_is_what_the_record_saw(name: str) -> None:
     assert_as_recorded(record(FakeStep(models.TEST_SIZES[name](), device=CPU)))
@@ -671,6 +670,7 @@ def test_what_is_known_to_differ_is_named() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_fields_of_a_configuration_are_named() -> None:
     transformers = pytest.importorskip("transformers")
     workload = models.TEST_SIZES["gpt2"]().sized(batch_size=1, seq_len=8)

@@ -278,6 +278,7 @@ def test_a_length_is_as_well_the_side_of_images_or_their_number(batch: Any) -> N
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_the_command_plans_shows_and_validates_every_length(remat: Remat) -> None:
     Path("text.py").write_text(MODEL)
     said = remat("plan", "--model", "text.py:text", "--budget", "64%step", "--target", "cpu", "--lengths", "4, 8,16")

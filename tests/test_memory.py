@@ -162,7 +162,6 @@ def without_idle_saves(workload: Workload, regions: tuple[Region, ...]) -> tuple
     return tuple(region for region in regions if not region.saved or memory.recomputation(region))
 
 
-@pytest.mark.third
 @pytest.mark.fast("broken", "two-outputs")
 @pytest.mark.parametrize("name", TOYS)
 @given(data=st.data())

@@ -81,7 +81,6 @@ def test_the_default_batch_fits_the_default_shape(name: str) -> None:
     assert workload.seq_len is None or inputs.shape[1] == workload.seq_len
 
 
-@pytest.mark.third
 @pytest.mark.fast("gpt2", "resnet50", "qwen3-vl-4b")
 @pytest.mark.parametrize("name", SMALL)
 def test_a_test_size_trains_a_step(name: str) -> None:
@@ -220,7 +219,6 @@ def test_an_image_takes_a_quarter_of_the_tokens_in_front_of_the_text() -> None:
 # Adapters
 
 
-@pytest.mark.third
 @pytest.mark.fast("gpt2", "gpt-oss-20b")
 @pytest.mark.parametrize("name", models.TEXT)
 def test_adapters_go_on_every_text_model_and_are_all_that_trains(name: str) -> None:

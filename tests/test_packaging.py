@@ -79,6 +79,7 @@ def test_the_sdist_has_every_file_that_the_tree_has(built: Built, folder: str) -
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_tests_are_collected_in_the_sdist_alone(built: Built) -> None:
     ran = run(sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", cwd=built.sdist)
     assert re.search(r"^\d+ tests collected", ran, re.MULTILINE), ran

@@ -163,7 +163,6 @@ def alike(left: Any, right: Any, steps: int = 1) -> bool:
 # Training
 
 
-@pytest.mark.third
 @pytest.mark.fast("llama-layers")
 @pytest.mark.parametrize(
     ("name", "choice"),
@@ -371,6 +370,7 @@ def checkpointing(model: Any) -> Any:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_plan_of_nodes_takes_the_place_of_checkpointing_that_it_was_made_with() -> None:
     """peft's hook, which lets the embeddings' output require a gradient, makes several graphs."""
     short = workload("gpt2", layers=1)
@@ -381,6 +381,7 @@ def test_a_plan_of_nodes_takes_the_place_of_checkpointing_that_it_was_made_with(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_checkpointing_that_a_plan_of_nodes_does_not_know_is_refused_by_name() -> None:
     short = workload("gpt2", layers=1)
     model = checkpointing(apply(built(short), CHOICES["half-saved"](recorded(short)[1])))

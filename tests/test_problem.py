@@ -140,7 +140,6 @@ def recorded_problem(name: str) -> Problem:
     return Problem(graph, toy_costs(graph), dataclasses.replace(space, saveable=not_caller_held), 10**9)
 
 
-@pytest.mark.third
 @pytest.mark.fast("autocast", "reused")
 @pytest.mark.parametrize("name", TOYS)
 @given(data=st.data())

@@ -110,6 +110,7 @@ def test_adapters_beside_4_bit_weights_train_alike_under_a_plan() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_product_is_one_node_and_a_plan_made_before_finds_the_graph_that_it_was_made_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

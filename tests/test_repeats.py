@@ -120,7 +120,6 @@ def named(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in FEW else pytest.mark.exhaustive) for name in names]
 
 
-@pytest.mark.third
 @pytest.mark.parametrize("name", named(READS))
 def test_a_layer_that_is_left_out_by_chance_is_refused_by_the_line_that_draws(name: str) -> None:
     with pytest.raises(CaptureError, match=r"are two graphs .*A plan is for one.*stochastic depth") as caught:

@@ -103,7 +103,6 @@ def assert_same_outcome(workload: Workload, regions: tuple[Region, ...]) -> Rewr
     return rewritten
 
 
-@pytest.mark.third
 @pytest.mark.fast("between", "in-place", "two-outputs")
 @pytest.mark.parametrize("name", [*TOYS, BATCH_NORM.name])
 @given(data=st.data())

@@ -500,7 +500,6 @@ def test_gradients_never_pile_up(target: str) -> None:
     assert peaks[TrainingLoop()] - peaks[STEPPING] >= least * LAYER_BYTES - kept
 
 
-@pytest.mark.third
 @pytest.mark.fast("deep-none-True")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("choose", [lambda graph: (), every_block, nested], ids=["none", "blocks", "nested"])

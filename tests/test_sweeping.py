@@ -328,6 +328,7 @@ def test_groups_are_fused_where_asked_and_only_where_they_can_be(profile: Profil
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_beside_a_curve_of_forms_the_step_as_captured_is_fastest_at_its_least_peak_too() -> None:
     """The plan of least peak recomputes 1.4 times as long there."""
     workload = TEST_SIZES["gpt2"]()

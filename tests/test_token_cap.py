@@ -71,6 +71,7 @@ def test_one_row_more_than_the_cap_has_no_plan() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_batches_within_the_cap_are_measured_within_the_budget() -> None:
     budget = budget_for(ROWS) - (63 << 20)  # the CPU has no library workspaces
     plan = most_tokens(TEXT, budget=budget, target="cpu", limits=LIMITS)

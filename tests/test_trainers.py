@@ -470,6 +470,7 @@ def test_batches_of_several_lengths_run_under_their_own_plans(sampling: str, tmp
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_other_answers_are_in_the_log_where_they_are_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -636,6 +637,7 @@ class Counting(transformers.TrainerCallback):  # type: ignore[name-defined]
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_fused_plan_trains_on_through_other_lengths_evaluation_and_resuming(
     tmp_path: Path, plans: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -730,6 +732,7 @@ def test_tables_of_tensors_methods_that_are_made_meanwhile_keep_no_trainer() -> 
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_model_under_a_plan_gets_the_one_that_the_next_trainer_asks_for(tmp_path: Path) -> None:
     model = llama()
 
@@ -758,6 +761,7 @@ def test_fp16_on_a_cpu_is_planned_as_it_runs(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_trainer_counts_labels_as_ever_after_one_that_was_compiled_and_nothing_keeps_an_optimizer(
     tmp_path: Path,
 ) -> None:
@@ -987,6 +991,7 @@ def with_triton(trl: Make, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.often("bf16")
 @pytest.mark.parametrize("options", [{}, {"bf16": True, "gradient_accumulation_steps": 2}], ids=["fp32", "bf16"])
 def test_where_triton_runs_every_position_is_scored_and_losses_are_those_of_the_labelled_ones(
@@ -1038,6 +1043,7 @@ def judged(words: int = 10) -> list[dict[str, Any]]:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.often("bf16-SFT-SFT")
 @pytest.mark.parametrize(
     "chain", ["SFT SFT", "SFT plain SFT", "plain DPO SFT", "SFT KTO plain"], ids=lambda chain: chain.replace(" ", "-")
@@ -1082,6 +1088,7 @@ def test_a_plan_taken_out_leaves_trls_model_to_another_trainer(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_precision_that_a_trainer_does_not_change_again_is_that_of_the_plan(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -1125,6 +1132,7 @@ def test_trainers_of_preferences_train_alike(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.often("DPO")
 @pytest.mark.parametrize("name", ["DPO", "KTO"])
 def test_a_reference_model_of_its_own_is_counted_and_trains_alike(name: str, trl: Make, tmp_path: Path) -> None:
@@ -1273,6 +1281,7 @@ def test_the_batch_is_that_of_the_longest_prompt_and_completion(generating: Make
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_generation_above_the_budget_is_refused_by_name(
     generating: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

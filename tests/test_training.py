@@ -309,7 +309,6 @@ CLAIMS = [
 NESTED = [double_backward, some_gradients, two_forwards_then_backward, an_error_in_a_hook_of_backward]
 
 
-@pytest.mark.third
 @pytest.mark.fast(
     "a-backward-too-many",
     "an-error-in-a-hook-of-backward",

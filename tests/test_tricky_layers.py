@@ -103,7 +103,6 @@ def assert_trains_alike(workload: Workload) -> None:
         assert alive.max() + graph.unseen_bytes == memory.curve(regions).peak_bytes, choice
 
 
-@pytest.mark.third
 @pytest.mark.fast(
     "batch-norm",
     "checkpointed",

@@ -83,6 +83,7 @@ def test_plans_come_with_the_bound_of_the_chain(plans: dict[str, Any]) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_plans_are_within_what_ortools_proves() -> None:
     shares = ("0.02", "0.3", "0.6", "0.9")
     plans, found = (json.loads(run(PLANS, *shares, without=each).splitlines()[-1]) for each in (True, False))
