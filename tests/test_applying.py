@@ -112,7 +112,6 @@ def planned(plans: dict[str, Plan]) -> nn.Module:
 
 
 @pytest.mark.fast(
-    "transformer-nothing",
     "transformer-nested-with-rest",
     "transformer-amp-first-dropout-saved",
     "convnet-half-saved",
@@ -291,6 +290,7 @@ def test_training_in_evaluation_mode_is_told_and_evaluating_is_not(planned: nn.M
     loss_of(SHORT, planned, batch_of(SHORT)).backward()  # once
 
 
+@pytest.mark.exhaustive
 def test_a_hook_that_breaks_the_graph_is_refused_and_leaves_nothing_behind(planned: nn.Module) -> None:
     for path in ("layers.1", "layers.1.up"):
         place = planned.get_submodule(path)
@@ -359,6 +359,7 @@ def test_surroundings_stay_as_long_as_nothing_changes(monkeypatch: pytest.Monkey
     assert surroundings.now() == before
 
 
+@pytest.mark.exhaustive
 def test_surroundings_that_change_in_every_step_are_told_and_let_go(
     planned: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,6 +379,7 @@ def test_surroundings_that_change_in_every_step_are_told_and_let_go(
     assert len(planned_graphs(planned)._fitting) <= MANY_SURROUNDINGS
 
 
+@pytest.mark.exhaustive
 def test_other_kernels_of_attention_are_held_against_the_plan() -> None:
     workload = dataclasses.replace(SHORT, build=functools.partial(Transformer, dropout=0.0))
     plan = plan_by_hand(recorded(workload)[1], ())
@@ -441,6 +443,7 @@ def test_gradients_that_a_backward_leaves_that_fails_are_told(plans: dict[str, P
         loss_of(SHORT, model, batch_of(SHORT)).backward()
 
 
+@pytest.mark.exhaustive
 def test_a_look_between_a_forward_and_its_backward_is_told_where_the_plan_does_not_know(
     plans: dict[str, Plan],
 ) -> None:
@@ -541,6 +544,7 @@ class OfPairs(Transformer):
         return Transformer.forward(self, pair.ids, pair.labels)
 
 
+@pytest.mark.exhaustive
 def test_a_larger_batch_within_an_object_is_told_and_not_taken_for_another_model() -> None:
     pairs = dataclasses.replace(
         SHORT,

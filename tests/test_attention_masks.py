@@ -344,6 +344,7 @@ def test_padding_is_asked_for_by_an_option() -> None:
         ModelSpec("resnet50", padded=True).workload().batch(2, None)
 
 
+@pytest.mark.exhaustive
 def test_an_extra_mask_does_not_make_a_batch_larger() -> None:
     model = apply(built("llama"), plan_of_family("llama"), on_larger="refuse")
     trained(model, batch_of("llama", "ones"))

@@ -357,6 +357,7 @@ def test_a_model_that_the_first_step_copies_is_planned() -> None:
     assert report.passed, str(report)
 
 
+@pytest.mark.exhaustive
 def test_a_network_that_the_first_forward_copies_is_planned_without_a_warning_of_torchs() -> None:
     work = workload(Target)
     with warnings.catch_warnings():
@@ -474,6 +475,7 @@ def given_up_plan() -> Plan:
     return remat.plan(GIVEN_UP, target="cpu", budget="85%step", exact=True)
 
 
+@pytest.mark.exhaustive
 def test_a_loop_that_dynamo_gives_up_after_its_first_trace_keeps_the_budget_from_the_first_step_on(
     given_up_plan: Plan,
 ) -> None:

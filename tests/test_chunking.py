@@ -688,6 +688,7 @@ def test_a_plan_that_needs_more_as_it_runs_gives_way_to_the_next_best(
     assert made.solver["objective_us"] >= expected.solver["objective_us"] >= made.solver["bound_us"]
 
 
+@pytest.mark.exhaustive
 def test_where_every_faster_plan_needs_more_as_it_runs_the_one_of_least_peak_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -849,6 +850,7 @@ def test_a_step_that_reads_logits_is_planned_with_its_loss_whole() -> None:
     assert chunks_of(made.about) == ()
 
 
+@pytest.mark.exhaustive
 def test_a_head_that_takes_more_is_another_graph() -> None:
     def in_double(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return plain(logits.double(), labels)

@@ -779,7 +779,7 @@ def test_a_closed_pipe_is_no_bug(remat: Remat) -> None:
             marks=pytest.mark.exhaustive,
         ),
         ("/dev/full", "show none.json --json", 2, "error: there is no plan file at none.json.\n"),
-        ("&-", "models", 0, ""),
+        pytest.param("&-", "models", 0, "", marks=pytest.mark.exhaustive),
     ],
 )
 def test_output_that_cannot_be_written_is_no_bug(output: str, arguments: str, exit_code: int, said: str) -> None:

@@ -416,6 +416,7 @@ def test_sparse_gradients_are_refused_with_the_remedy() -> None:
         remat.compile(model, "1GiB", optimizer=None)(torch.arange(32)).sum().backward()
 
 
+@pytest.mark.exhaustive
 def test_operators_that_write_to_their_arguments_are_planned_around(cuts: list[BudgetPartitioner]) -> None:
     gradients, measured = trained(model := built(Counting), remat.compile(model, "1GiB"), batch())
     (cut,) = cuts[0].cuts.values()
@@ -588,6 +589,7 @@ class Features(nn.Module):
         return x.square().mean(), found
 
 
+@pytest.mark.exhaustive
 def test_results_that_the_loop_holds_until_the_next_forward_returns_are_counted(cuts: list[BudgetPartitioner]) -> None:
     x, model, held = batch(2048), built(Features), {}
     run = remat.compile(model, "1GiB", optimizer=None)
@@ -614,6 +616,7 @@ def test_results_that_the_loop_holds_are_named_beside_the_plan(
     assert re.search(r"planned in [\d.]+ s\. [\d.]+ .iB are outputs that the loop is taken to hold", said), said
 
 
+@pytest.mark.exhaustive
 def test_results_that_the_loop_holds_count_while_the_optimizer_steps(cuts: list[BudgetPartitioner]) -> None:
     wide, x = functools.partial(Features, 256), batch(16, 256)
     _, features = remat.compile(built(wide), "1GiB")(x)

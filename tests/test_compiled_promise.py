@@ -84,6 +84,7 @@ def peak_of_one_run() -> int:
     return int(cut.peak_bytes)
 
 
+@pytest.mark.exhaustive
 def test_a_graph_that_a_step_runs_more_often_than_its_budget_allows_is_refused(of_one_run: int) -> None:
     run = compiled(of_one_run)
     for _ in range(3):
@@ -275,6 +276,7 @@ def test_a_backward_that_runs_a_second_time_is_told_of(of_one_run: int) -> None:
 # For sizes as large as planned
 
 
+@pytest.mark.exhaustive
 def test_a_batch_larger_than_planned_is_told_of_where_it_may_exceed_the_budget() -> None:
     run = compiled(40 * ROWS * ROW, dynamic=True)
     for rows in (ROWS, ROWS // 2):
@@ -337,6 +339,7 @@ def test_a_batch_larger_than_planned_is_refused_on_request() -> None:
         run(batch(8 * ROWS))
 
 
+@pytest.mark.exhaustive
 def test_the_peak_of_a_larger_batch_is_told_without_gradients_that_come_later() -> None:
     """Gradients are as large as what is kept for backward, and are made after its peak."""
     width, rows = 64, 66

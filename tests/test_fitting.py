@@ -273,6 +273,7 @@ def test_where_groups_are_fused_the_step_is_faster_at_every_size_and_the_ladder_
         fit_all(DECODER, place, budget, 8, exact=True, fuse=True)
 
 
+@pytest.mark.exhaustive
 def test_with_room_for_all_it_runs_as_it_is() -> None:
     found = fitted(1.5)
     assert (found.best.micro_batch, found.best.accumulation, found.best.regions) == (24, 1, ())

@@ -366,6 +366,7 @@ def flagged(name: str, **options: bool) -> Workload:
     return Workload("flagged", build, lambda n, _: torch.randn(n, WIDTH), lambda m, x: m(x).square().mean(), 64)
 
 
+@pytest.mark.fast("False-computed", "True-loaded", "False-filled out of sight of versions", "True-of several")
 @pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.parametrize("asks_last", [False, True])
 def test_a_flag_that_no_forward_sets_is_known_and_its_graph_call_may_have_no_nodes(name: str, asks_last: bool) -> None:

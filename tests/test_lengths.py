@@ -154,6 +154,7 @@ def test_no_warning_in_training_on_many_lengths() -> None:
         steps(remat.apply(built(), planned()), (32, 8, 16, 16, 32, 32))
 
 
+@pytest.mark.exhaustive
 def test_two_forwards_before_a_backward_are_noticed_across_plans() -> None:
     model = remat.apply(built(), planned())
     losses = [TEXT.step(model, TEXT.batch(ROWS, 32))]

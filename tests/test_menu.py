@@ -60,6 +60,7 @@ def test_a_row_is_what_its_options_give_in_a_run_of_its_own(numerics: str, offlo
     assert row.peak_bytes is not None and row.peak_bytes <= budget()
 
 
+@pytest.mark.exhaustive
 def test_rows_with_a_link_and_rows_with_fused_kernels_are_no_slower() -> None:
     plan = planned()
     for numerics in ("bitwise", "sums", "rounding"):

@@ -142,6 +142,7 @@ def test_a_planned_step_trains_as_the_step_does(tmp_path: Path, kept: str) -> No
         assert torch.equal(model.train()(given["ids"]).isnan(), other.train()(given["ids"]).isnan())
 
 
+@pytest.mark.exhaustive
 def test_parts_that_are_in_evaluation_mode_stay_so() -> None:
     model = Language().train()
     model.layers[0].eval()

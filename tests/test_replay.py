@@ -242,6 +242,7 @@ def test_a_plan_s_peak_is_the_replay_s_and_says_what_the_evaluator_says_else(
     ] * bool(more_bytes)
 
 
+@pytest.mark.exhaustive
 def test_the_least_budget_that_a_refusal_names_is_kept_in_a_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here every plan needs more as it runs than by the evaluator, by bytes of its own."""
     place_ = find_planning_device("h100-80gb")

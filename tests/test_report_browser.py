@@ -69,6 +69,7 @@ def opened(chromium: Any, report: Path) -> Iterator[Opened]:
     found.page.close()
 
 
+@pytest.mark.exhaustive
 def test_it_asks_for_nothing_but_itself_and_says_nothing(opened: Opened, report: Path) -> None:
     assert opened.asked_for == [report.as_uri()]
 

@@ -67,6 +67,7 @@ def is_block(path: str) -> bool:
     return path.split(".")[-1].isdigit()
 
 
+@pytest.mark.exhaustive
 def test_the_first_plan_is_told_before_anything_is_proved(recorded: tuple[FakeStep, Profile]) -> None:
     _, profile = recorded
     problem = Problem(profile.graph, profile.costs, find_space(profile.graph), 1 << 60)

@@ -735,6 +735,7 @@ def test_inductor_is_told_its_partitioner_and_decompositions_and_has_no_cache_me
     assert inductor_config.custom_partitioner_fn is not ours and compile_fx.select_decomp_table()
 
 
+@pytest.mark.exhaustive
 def test_generated_code_frees_buffers_at_once_where_that_is_asked_for() -> None:
     given = torch.randn(8, 8)
     found = []

@@ -750,6 +750,7 @@ def test_a_model_under_a_plan_gets_the_one_that_the_next_trainer_asks_for(tmp_pa
     assert not has_plan(model)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="of the CPU, where accelerate puts no autocast around fp16")
 def test_fp16_on_a_cpu_is_planned_as_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "plan", by_hand)
