@@ -505,6 +505,7 @@ def test_a_loop_that_dynamo_gives_up_after_its_first_trace_keeps_the_budget_from
     assert report.passed and report.measured["peak_bytes"] == plan.predicted["peak_bytes"]
 
 
+@pytest.mark.exhaustive
 def test_it_is_given_up_again_where_kernels_change_and_the_forward_is_traced_anew(given_up_plan: Plan) -> None:
     def between(model: nn.Module, step: int) -> None:
         torch.backends.cuda.enable_flash_sdp(step != 2)

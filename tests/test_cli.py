@@ -773,11 +773,11 @@ def test_a_closed_pipe_is_no_bug(remat: Remat) -> None:
             *("/dev/full", "models", 1, "error: the output cannot be written: No space left on device.\n"),
             marks=pytest.mark.exhaustive,
         ),
-        ("/dev/full", "models --json", 1, "error: the output cannot be written: No space left on device.\n"),
         pytest.param(
-            *("/dev/full", "--help", 1, "error: the output cannot be written: No space left on device.\n"),
+            *("/dev/full", "models --json", 1, "error: the output cannot be written: No space left on device.\n"),
             marks=pytest.mark.exhaustive,
         ),
+        ("/dev/full", "--help", 1, "error: the output cannot be written: No space left on device.\n"),
         ("/dev/full", "show none.json --json", 2, "error: there is no plan file at none.json.\n"),
         pytest.param("&-", "models", 0, "", marks=pytest.mark.exhaustive),
     ],

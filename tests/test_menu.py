@@ -87,6 +87,7 @@ def test_the_command_shows_it_with_the_options_that_take_each_row(remat: Remat) 
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_report_has_it() -> None:
     page = rendered(page_of(Material(planned())))
     assert all(f">{row.options}" in page for row in planned().alternatives)

@@ -93,6 +93,7 @@ def test_plans_are_within_what_ortools_proves() -> None:
         assert solver["bound_us"] <= better["objective_us"] * 1.001 <= solver["objective_us"] * 1.002
 
 
+@pytest.mark.exhaustive
 def test_a_refusal_names_the_least_budget(plans: dict[str, Any]) -> None:
     text, least_bytes = plans["refusal"]
     assert least_bytes == plans["least"]
