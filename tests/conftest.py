@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +33,7 @@ settings.load_profile("daily")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="see tests/devices.py")
+    parser.addoption("--at-most", type=float, default=math.inf, help="seconds after which no further test is begun")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -94,8 +97,13 @@ def _keep_every_third(items: list[pytest.Item]) -> None:
             seen[test] += 1
 
 
+_BEGUN = time.monotonic()
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.monotonic() - _BEGUN > item.config.getoption("--at-most"):
+        pytest.skip("no time left, see --at-most")
     _leave_traces_unwritten()
     _nothing_old()
 

@@ -390,6 +390,7 @@ def one_step(workload: Workload, model: nn.Module, train: bool = True) -> list[t
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_plan_fits_wherever_in_a_run_it_is_applied_to_a_model_that_installs_hooks() -> None:
     workload = mixture()
     graph = recorded(workload)[1]

@@ -72,7 +72,6 @@ PAIRS = list(itertools.combinations(combinations.MEANS, 2))
 FAST = ("chunked losses and MLPs-sharded states",)
 OFTEN = (
     "fused kernels-frozen weights on the host",
-    "fused kernels-activations on the host",
     "optimizer state on the host-step in backward",
     "EMA-DDP",
 )

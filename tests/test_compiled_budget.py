@@ -897,6 +897,7 @@ class Blocks(nn.Sequential):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.often("0.74")
 @pytest.mark.parametrize("share", [0.78, 0.74])
 def test_a_first_answer_that_exceeds_says_too_where_its_code_needs_less(
@@ -955,6 +956,7 @@ def test_a_script_that_is_started_again_reads_what_was_found(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_what_was_found_is_for_this_graph_these_settings_and_this_budget(
     cuts: list[BudgetPartitioner], searched: list[str]
 ) -> None:

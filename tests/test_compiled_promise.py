@@ -200,6 +200,7 @@ class Sized(nn.Module):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", [(8, 4, 2, 1), (4, 4, 4, 4)], ids=["others", "same"])
 def test_what_blocks_have_saved_is_counted_whatever_their_sizes_and_though_each_has_options(sizes: Any) -> None:
     def peak(share: float = 0, **options: Any) -> int:

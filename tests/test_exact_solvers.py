@@ -191,6 +191,7 @@ def test_the_least_peak_is_exact_or_said_to_be_at_most(problem: Problem) -> None
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["t5-base", "qwen3-moe"])
 def test_a_real_model_fits_its_least_peak_and_not_a_byte_less(name: str) -> None:
     """One whose storages cross the chain, and one whose least peak no layer boundary gives."""

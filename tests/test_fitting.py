@@ -344,6 +344,7 @@ def test_the_loss_runs_in_slices_where_that_makes_room(exact: bool) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.usefixtures("slices_cost_nothing")
 def test_the_largest_batch_is_larger_where_the_loss_may_run_in_slices() -> None:
     limits = Limits(time_s=20)

@@ -861,6 +861,7 @@ def test_a_kernel_runs_only_sizes_for_which_what_its_compiler_assumes_is_true(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_kernels_for_open_sizes_are_as_near_to_float64(lowerings: list[str]) -> None:
     fused, plain, exact = Decoder(), Decoder(), Decoder().double()
     for model in (fused, plain):

@@ -38,6 +38,7 @@ def recorded(number: int) -> str:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_what_was_planned_before_in_a_process_changes_nothing() -> None:
     """Models share the code of their forward, and Dynamo remembers what it traced by code."""
     numbers = (7, 173, 0)

@@ -205,7 +205,7 @@ def searched(name: str) -> tuple[Problem, Oracle]:
     return problem, Oracle(problem)
 
 
-@pytest.mark.often("milp-forces", "milp-first-order", "chain-dp-first-order")
+@pytest.mark.often("milp-first-order", "chain-dp-first-order")
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.fast("chain-dp-penalty")
 @pytest.mark.parametrize("solver", ["chain-dp", "milp"])

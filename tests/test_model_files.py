@@ -47,6 +47,7 @@ def written(folder: Path, text: str, name: str = "written.py") -> Path:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_file_that_registers_an_operator_is_told_that_its_budget_is_too_small(remat: Remat) -> None:
     """A refusal records the step again with each lever, so it asks for the workload again and again."""
     Path("model.py").write_text(REGISTERS + MODEL.replace("nn.GELU()", "Twice()"))

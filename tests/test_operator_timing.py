@@ -134,6 +134,7 @@ def test_a_step_is_measured_after_its_warm_up() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_the_profiler_prints_nothing() -> None:
     program = """
 import torch

@@ -87,6 +87,7 @@ def test_a_loss_outside_of_the_model_is_cut_and_validates() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_rows_that_are_selected_before_the_loss_are_no_other_kernels() -> None:
     """Labels of the next token: the last row has none, and in slices it is left out before there are logits."""
 

@@ -209,6 +209,14 @@ SLOW_COMMANDS = {
 }
 
 
+OFTEN = (
+    *(command for command in commands() if command not in {*SLOW_COMMANDS, *NOT_RUN}),
+    *("remat plan --model gpt2 --budget 20GiB --offload activations", "remat plan --model gpt2 --budget 20GiB --fuse"),
+    *("remat validate gpt2.plan.json", "remat compare --model gpt2 --budget 20GiB", "remat estimate --model gpt2"),
+    *("remat check --model gpt2 --target rtx4090", "remat profile --model gpt2 --costs h100.csv"),
+)
+
+
 def test_the_slow_commands_are_in_the_readme() -> None:
     assert set(SLOW_COMMANDS) <= set(commands())
 
@@ -218,6 +226,7 @@ def test_what_writes_the_files_that_others_read_stands_on_a_page() -> None:
     assert {name for command in commands() for name in reads(command)} == set(WRITTEN_BY)
 
 
+@pytest.mark.often(*OFTEN)
 @pytest.mark.parametrize(
     "command",
     [

@@ -265,7 +265,7 @@ MIXTURES = (
 
 
 @pytest.mark.exhaustive
-@pytest.mark.often("MixtralForCausalLM", "GptOssForCausalLM")
+@pytest.mark.often("MixtralForCausalLM")
 @pytest.mark.filterwarnings("ignore")  # the library's own
 @pytest.mark.parametrize("name", MIXTURES)
 def test_every_mixture_uses_the_experts_of_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,7 @@ SPEECH = Workload("speech", Speech, utterances, loss, batch_size=4, seq_len=12)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_model_of_speech_trains_alike_under_a_plan_and_at_the_predicted_peak() -> None:
     graph = graph_of(SPEECH)
     report = validate(SPEECH, plan_by_hand(graph, every_block(graph)), device=CPU)

@@ -40,6 +40,7 @@ def recorded() -> tuple[FakeStep, Profile]:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.parametrize(("execution", "share"), [("eager", 1.0), ("modules", 0.5)])
 def test_where_several_plans_may_be_tried_each_gets_half_of_what_is_left(
     recorded: tuple[FakeStep, Profile], execution: str, share: float

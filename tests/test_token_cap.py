@@ -103,6 +103,7 @@ def test_the_plan_is_for_the_longest_rows_and_is_saved_with_its_cap(tmp_path: An
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_packed_row_is_as_long_as_the_budget_allows() -> None:
     plan = most_tokens(TEXT, packed=True, budget=budget_for(ROWS), target=TARGET, limits=LIMITS)
     cap = TokenCap.of(plan)

@@ -74,6 +74,7 @@ def plans() -> dict[str, Any]:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_plans_come_with_the_bound_of_the_chain(plans: dict[str, Any]) -> None:
     assert not plans["ortools"]
     for solver in plans["solvers"]:
