@@ -655,6 +655,21 @@ def test_a_forward_of_which_nothing_is_captured_is_told_of_once(model: Callable[
     assert told == [__file__] * is_told
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.GRU(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.first(x)[0])
+        return result
+
+
+def test_a_recurrent_layer_is_named_where_dynamo_leaves_it_out() -> None:
+    with pytest.warns(UserWarning, match=r"captured no graph of this forward.* captures no nn\.GRU, nor a forward"):
+        remat.compile(Recurrent(), budget="1MiB")(torch.ones(4, 2, 8)).sum().backward()
+
+
 class PartlySkipped(nn.Module):
     """Dynamo skips the forward of its first part, and captures what follows."""
 

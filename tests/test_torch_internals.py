@@ -732,7 +732,9 @@ def test_inductor_is_told_its_partitioner_and_decompositions_and_has_no_cache_me
     with inductor.compiling_with(ours, dict):
         assert inductor_config.custom_partitioner_fn is ours and ours.uuid()
         assert not functorch_config.enable_autograd_cache and compile_fx.select_decomp_table() == {}
+        assert not inductor_config.triton.reorder_for_reducing_graph_partitions
     assert inductor_config.custom_partitioner_fn is not ours and compile_fx.select_decomp_table()
+    assert inductor_config.triton.reorder_for_reducing_graph_partitions
 
 
 @pytest.mark.exhaustive

@@ -195,8 +195,12 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
             "; DistributedDataParallel cuts the model at its buckets, and `torch._dynamo.config.optimize_ddp = False` "
             "leaves it whole, to be planned as one graph"
         )
+        of_break = (
+            ", planned before this one was known: a smaller budget may make them keep less, and without the graph "
+            "break (`fullgraph=True` names it) all are planned as one"
+        )
         is_cut = len({frame for frame, _ in (*self.cuts, self.key)}) < len({*self.cuts, self.key})
-        return f". {gib(saved)} of it were saved by graphs before this one{of_ddp if is_cut else ''}"
+        return f". {gib(saved)} of it were saved by graphs before this one{of_ddp if is_cut else of_break}"
 
     @property
     def _fixed(self) -> str:

@@ -36,7 +36,9 @@ With all of (11) the relaxation is weak and the program slow. `solve` therefore 
    keep the budget too, so its answer is one to begin with.
 2. The next program has (11) for no value. Its bound holds for every choice. Where its answer exceeds the budget, it is
    solved for twice as much less, which most often has an answer that fits. Then (11) is added for the values that take
-   the memory, and the program is solved again. One that is like an earlier one begins with that one's values.
+   the memory, for what is inlined beside them and for all that are alike, since layers repeat; and the program is
+   solved again. One that is like an earlier one begins with that one's values. An answer that exceeds need not be
+   near the best: it only shows which values are missing (`LOOSE`).
 
 `judged` is the same in plain words, for one choice: what is made again and when, its price and its peaks. Choices of
 any origin are compared by it. r[v,t] is left out where t is long before due[v], so that there are `FAR` of them, `NEAR`
@@ -50,7 +52,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ortools.sat.python import cp_model
@@ -58,8 +60,9 @@ from ortools.sat.python import cp_model
 from remat.compiled.joint import Joint
 
 FAR, NEAR = 30_000, 8_000  # the most of r, and in the coarse program
-PROGRAM_EFFORT = 10.0  # effort: the most for one program
+PROGRAM_EFFORT = 25.0  # effort: the most for one program
 PROGRAMS = 9  # the most for one answer, the coarse one among them
+LOOSE = 0.1  # gap: where answers of a program exceed, it is given up for the next
 _LAST = 1 << 30  # a stage after all others
 _UNITS = 1 << 40  # bytes are whole multiples of so small a part of the largest sum, rounded up: exact below a TiB
 _PRICES = 1 << 24  # and prices of this one, rounded down: so the bound holds
@@ -207,7 +210,7 @@ def solve(
     quick: bool = False,
     counted: Collection[int] = (),
     gap: float = 0.003,
-    effort: float = 20.0,
+    effort: float = 30.0,
 ) -> Solved:
     """Find the cheapest choice whose forward and backward need at most `most_bytes`. Needs OR-tools.
 
@@ -228,12 +231,15 @@ def solve(
         """Solve a program, and keep its answer if it is the best that fits."""
         nonlocal best, effort
         program = _Program(joint, those, limit, more, least=least)
-        answer = program.solve(best.saved if best else start, gap, min(effort, PROGRAM_EFFORT))
+        answer = program.solve(best.saved if best else start, gap, min(effort, PROGRAM_EFFORT), exceeds)
         effort -= answer.effort
         choice = None if answer.saved is None else judged(joint, answer.saved)
         if choice and more.peak_bytes(choice) <= most_bytes and (best is None or cost(choice) < cost(best)):
             best = choice
         return answer, choice
+
+    def exceeds(saved: frozenset[str]) -> bool:
+        return more.peak_bytes(judged(joint, saved)) > most_bytes
 
     def is_over() -> bool:
         """Return whether the gap is closed, or too little effort is left for a program as large as the last."""
@@ -255,7 +261,7 @@ def solve(
             ask(counted, most_bytes - 2 * (more.peak_bytes(choice) - most_bytes))
         if is_over():
             break
-        counted |= late
+        counted |= _alike(joint, late)
     return Solved(best, bound, counted)
 
 
@@ -276,6 +282,16 @@ def _late(joint: Joint, choice: Choice, more: CompiledBytes, most_bytes: int) ->
     return frozenset(found)
 
 
+def _alike(joint: Joint, late: Collection[int]) -> frozenset[int]:
+    """Return `late`, what is inlined beside these values, and all values that are like one of them."""
+    values = joint.values
+    beside = {u for v in late for u in values[v].inputs if values[u].inlines}
+    beside |= {v for v, value in enumerate(values) if value.inlines and not late.isdisjoint(value.inputs)}
+    kinds = [(value.name.rstrip("_0123456789"), value.size_bytes, value.fuses, value.inlines) for value in values]
+    found = {kinds[v] for v in beside.union(late)}
+    return frozenset(v for v, kind in enumerate(kinds) if kind in found)
+
+
 def _those(*variables: Any) -> list[Any]:
     """List the variables that there are."""
     return [each for each in variables if each is not None]
@@ -289,6 +305,18 @@ class _Answer:
     bound_us: float
     most_bytes: int
     effort: float
+
+
+class _Loosely(cp_model.CpSolverSolutionCallback):
+    """Ends a search at an answer that exceeds, given the value of a variable, if its gap is `LOOSE` or less."""
+
+    def __init__(self, exceeds: Callable[[Callable[[Any], int]], bool]):
+        super().__init__()
+        self._exceeds = exceeds
+
+    def on_solution_callback(self) -> None:
+        if self.best_objective_bound >= (1 - LOOSE) * self.objective_value and self._exceeds(self.value):
+            self.stop_search()
 
 
 class _Program:
@@ -333,23 +361,32 @@ class _Program:
         self._limit_memory(most_bytes, more)
         self._minimize()
 
-    def solve(self, start: Collection[str], gap: float, effort: float) -> _Answer:
-        """Solve, from a choice to begin with, until the gap is closed or the effort spent."""
+    def solve(
+        self, start: Collection[str], gap: float, effort: float, exceeds: Callable[[frozenset[str]], bool]
+    ) -> _Answer:
+        """Solve, from a choice to begin with, until the gap is closed or the effort spent.
+
+        exceeds  asked of each answer on the way: where one does, a gap of `LOOSE` is enough
+        """
         if start:
             self._begin_with(start)
         solver = cp_model.CpSolver()
         solver.parameters.num_workers, solver.parameters.linearization_level = 1, 2  # the bound is the relaxation's
         solver.parameters.relative_gap_limit, solver.parameters.max_deterministic_time = gap, effort
-        status = solver.solve(self.model)
+        loosely = _Loosely(lambda value: exceeds(self._saved(value)))
+        status = solver.solve(self.model, None if self.counted is None or self.least else loosely)
         spent = solver.response_proto.deterministic_time
         if status == cp_model.INFEASIBLE:
             return _Answer(None, math.inf, 0, spent)
         bound = 0.0 if self.least else max(solver.best_objective_bound, 0.0) / self.scale
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return _Answer(None, bound, 0, spent)
+        return _Answer(self._saved(solver.value), bound, self.unit * solver.value(self.most), spent)
+
+    def _saved(self, value: Callable[[Any], int]) -> frozenset[str]:
+        """Return the names of the values that are saved, by the values of the variables."""
         pairs = zip(self.s, self.joint.values, strict=True)
-        saved = frozenset(value.name for each, value in pairs if each is not None and solver.value(each))
-        return _Answer(saved, bound, self.unit * solver.value(self.most), spent)
+        return frozenset(each.name for variable, each in pairs if variable is not None and value(variable))
 
     def _held_at_all(self, v: int) -> Any:
         """Return the variable x[v], with (8) and (9); None if v is never held."""

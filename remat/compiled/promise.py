@@ -50,9 +50,7 @@ _SKIPPED_FUNCTION = (
     "A graph break inside a loop makes Dynamo skip the whole function: compile with `fullgraph=True` to see the place, "
     "or compile the blocks of the loop one by one, with `uses=`"
 )
-_NO_GRAPH = (
-    f"Dynamo captured no graph of this forward, so the step runs uncompiled and no budget is kept. {_SKIPPED_FUNCTION}."
-)
+_NO_GRAPH = "Dynamo captured no graph of this forward, so the step runs uncompiled and no budget is kept"
 
 
 class _Run:
@@ -145,7 +143,7 @@ class CompiledStep:
                 return
             looking.remove()
             self.looks = False
-            told = "" if self._last is not None else _NO_GRAPH
+            told = "" if self._last is not None else f"{_NO_GRAPH}. {_why_skipped(model)}."
             if not told and not is_set_aside:
                 told = self._told_of_parts(model, parameters_reached(model, learning))
             if told:
@@ -177,7 +175,7 @@ class CompiledStep:
             return ""
         return (
             f"Dynamo left parts of this forward out of its graphs, with {first_few(outside)}. They run uncompiled: "
-            f"what they save for backward is in no plan, and may exceed the budget. {_SKIPPED_FUNCTION}. "
+            f"what they save for backward is in no plan, and may exceed the budget. {_why_skipped(model)}. "
             "Or set bytes aside with `outside=`."
         )
 
@@ -324,6 +322,17 @@ class Promise:
         grown = [times * max(size - of, 0) + of for size, of in zip(backward, made, strict=True)]
         beside = max(cut.peak_bytes - fixed - cut.halves.peak, 0)
         return int(fixed + times * beside + max(times * cut.halves.forward, *grown))
+
+
+def _why_skipped(model: nn.Module) -> str:
+    """Return the words on why Dynamo may have left out code of `model`, and what to do."""
+    if recurrent := sorted({type(each).__name__ for each in model.modules() if isinstance(each, nn.RNNBase)}):
+        names = first_few([f"nn.{name}" for name in recurrent])
+        return (
+            f"Dynamo captures no {names}, nor a forward that calls one: compile the modules around it by themselves, "
+            "or give the budget to the uncompiled step (`remat.plan` and `remat.apply`)"
+        )
+    return _SKIPPED_FUNCTION
 
 
 def _opened(graph: fx.Graph) -> tuple[int, ...]:
