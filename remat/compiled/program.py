@@ -282,7 +282,7 @@ def _late(joint: Joint, choice: Choice, more: CompiledBytes, most_bytes: int) ->
     return frozenset(found)
 
 
-def _alike(joint: Joint, late: Collection[int]) -> frozenset[int]:
+def _alike(joint: Joint, late: frozenset[int]) -> frozenset[int]:
     """Return `late`, what is inlined beside these values, and all values that are like one of them."""
     values = joint.values
     beside = {u for v in late for u in values[v].inputs if values[u].inlines}
