@@ -38,7 +38,7 @@ With all of (11) the relaxation is weak and the program slow. `solve` therefore 
    solved for twice as much less, which most often has an answer that fits. Then (11) is added for the values that take
    the memory, for what is inlined beside them and for all that are alike, since layers repeat; and the program is
    solved again. One that is like an earlier one begins with that one's values. An answer that exceeds need not be
-   near the best: it only shows which values are missing (`LOOSE`).
+   near the best: it only shows for which values (11) is missing (`LOOSE`).
 
 `judged` is the same in plain words, for one choice: what is made again and when, its price and its peaks. Choices of
 any origin are compared by it. r[v,t] is left out where t is long before due[v], so that there are `FAR` of them, `NEAR`
@@ -231,24 +231,26 @@ def solve(
         """Solve a program, and keep its answer if it is the best that fits."""
         nonlocal best, effort
         program = _Program(joint, those, limit, more, least=least)
-        answer = program.solve(best.saved if best else start, gap, min(effort, PROGRAM_EFFORT), exceeds)
+        answer = program.solve(best.saved if best else start, gap, min(effort, PROGRAM_EFFORT), lacks_some)
         effort -= answer.effort
         choice = None if answer.saved is None else judged(joint, answer.saved)
         if choice and more.peak_bytes(choice) <= most_bytes and (best is None or cost(choice) < cost(best)):
             best = choice
         return answer, choice
 
-    def exceeds(saved: frozenset[str]) -> bool:
-        return more.peak_bytes(judged(joint, saved)) > most_bytes
+    def lacks_some(saved: frozenset[str]) -> bool:
+        """Return whether an answer exceeds the budget by values that (11) is not added for."""
+        return not _late(joint, judged(joint, saved), more, most_bytes) <= frozenset(counted)
 
     def is_over() -> bool:
         """Return whether the gap is closed, or too little effort is left for a program as large as the last."""
         is_closed = best is not None and not least and bound >= (1 - gap) * best.price_us
         return is_closed or effort < answer.effort
 
+    counted = frozenset(counted)
     if best is None or least or quick:
         ask(None, most_bytes)
-    bound, counted = 0.0, frozenset(counted)
+    bound = 0.0
     if best is not None and quick:
         return Solved(best, bound, counted)
     for _ in range(PROGRAMS):
@@ -308,14 +310,14 @@ class _Answer:
 
 
 class _Loosely(cp_model.CpSolverSolutionCallback):
-    """Ends a search at an answer that exceeds, given the value of a variable, if its gap is `LOOSE` or less."""
+    """Ends a search at an answer that lacks some of (11), by its variables' values, if its gap is `LOOSE` or less."""
 
-    def __init__(self, exceeds: Callable[[Callable[[Any], int]], bool]):
+    def __init__(self, lacks_some: Callable[[Callable[[Any], int]], bool]):
         super().__init__()
-        self._exceeds = exceeds
+        self._lacks_some = lacks_some
 
     def on_solution_callback(self) -> None:
-        if self.best_objective_bound >= (1 - LOOSE) * self.objective_value and self._exceeds(self.value):
+        if self.best_objective_bound >= (1 - LOOSE) * self.objective_value and self._lacks_some(self.value):
             self.stop_search()
 
 
@@ -362,18 +364,18 @@ class _Program:
         self._minimize()
 
     def solve(
-        self, start: Collection[str], gap: float, effort: float, exceeds: Callable[[frozenset[str]], bool]
+        self, start: Collection[str], gap: float, effort: float, lacks_some: Callable[[frozenset[str]], bool]
     ) -> _Answer:
         """Solve, from a choice to begin with, until the gap is closed or the effort spent.
 
-        exceeds  asked of each answer on the way: where one does, a gap of `LOOSE` is enough
+        lacks_some  asked of each answer on the way: where one lacks some of (11), a gap of `LOOSE` is enough
         """
         if start:
             self._begin_with(start)
         solver = cp_model.CpSolver()
         solver.parameters.num_workers, solver.parameters.linearization_level = 1, 2  # the bound is the relaxation's
         solver.parameters.relative_gap_limit, solver.parameters.max_deterministic_time = gap, effort
-        loosely = _Loosely(lambda value: exceeds(self._saved(value)))
+        loosely = _Loosely(lambda value: lacks_some(self._saved(value)))
         status = solver.solve(self.model, None if self.counted is None or self.least else loosely)
         spent = solver.response_proto.deterministic_time
         if status == cp_model.INFEASIBLE:
