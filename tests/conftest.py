@@ -77,9 +77,11 @@ def _keep_representatives(
     for item in items:
         if (marker := item.get_closest_marker(name)) is None:
             continue
+        if name == "often" and item.get_closest_marker("nightly"):
+            raise pytest.UsageError(f"{item.nodeid} is nightly, and `often` says nothing")
         case, test = item.callspec.id, item.nodeid.partition("[")[0]  # type: ignore[attr-defined]
         missing.setdefault(test, set(marker.args)).discard(case)
-        if case not in marker.args:
+        if case not in marker.args and (name == "fast" or item.get_closest_marker("exhaustive")):
             item.add_marker(others)
     for test, cases in missing.items():
         if cases and all_there:

@@ -512,7 +512,6 @@ def test_no_time_still_gives_a_bound() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.nightly
-@pytest.mark.often("t5-base")
 @pytest.mark.parametrize("name", ["t5-base", "gpt2", "bert-large", "llama-1b"])
 def test_a_plan_of_a_real_model_is_never_below_the_bound_at_its_own_peak(name: str) -> None:
     """Autocast's copies, an encoder's output and a position bias, which toys have not: whatever counts them."""

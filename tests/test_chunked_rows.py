@@ -813,7 +813,6 @@ def test_a_fused_plan_cuts_mlps_where_nothing_else_fits_and_fuses_inside_of_them
 
 @pytest.mark.exhaustive
 @pytest.mark.nightly
-@pytest.mark.often("Gated-amp")
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["", "amp"])
 @pytest.mark.parametrize("half", [Gated, Split], ids=lambda half: half.__name__)
 def test_groups_inside_of_chunked_mlps_keep_the_predicted_peak_and_are_near_float64(

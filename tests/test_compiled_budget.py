@@ -897,7 +897,6 @@ class Blocks(nn.Sequential):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.nightly
 @pytest.mark.often("0.74")
 @pytest.mark.parametrize("share", [0.78, 0.74])
 def test_a_first_answer_that_exceeds_says_too_where_its_code_needs_less(

@@ -23,7 +23,6 @@ architectures: Any = importlib.import_module("benchmarks.architectures")
 
 
 @pytest.mark.exhaustive
-@pytest.mark.nightly
 @pytest.mark.often("OPTForCausalLM")
 @pytest.mark.parametrize("name", ["OPTForCausalLM", "AlbertForMaskedLM", "DistilBertForMaskedLM"])
 @pytest.mark.filterwarnings("ignore")  # the library's own

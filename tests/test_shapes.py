@@ -80,7 +80,9 @@ def traces(model: nn.Module) -> int:
 # However many shapes there are
 
 
-@pytest.mark.parametrize("choice", ["half-saved", pytest.param("nested", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "choice", ["half-saved", pytest.param("nested", marks=[pytest.mark.exhaustive, pytest.mark.nightly])]
+)
 def test_thirty_lengths_are_traced_twice_and_train_as_without_a_plan(choice: str) -> None:
     graph = graph_of(LONG)
     untouched, model = built(LONG), apply(built(LONG), plan_by_hand(graph, CHOICES[choice](graph)))

@@ -993,7 +993,6 @@ def with_triton(trl: Make, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.exhaustive
 @pytest.mark.nightly
-@pytest.mark.often("bf16")
 @pytest.mark.parametrize("options", [{}, {"bf16": True, "gradient_accumulation_steps": 2}], ids=["fp32", "bf16"])
 def test_where_triton_runs_every_position_is_scored_and_losses_are_those_of_the_labelled_ones(
     options: dict[str, Any], trl: Make, with_triton: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -1045,7 +1044,6 @@ def judged(words: int = 10) -> list[dict[str, Any]]:
 
 @pytest.mark.exhaustive
 @pytest.mark.nightly
-@pytest.mark.often("bf16-SFT-SFT")
 @pytest.mark.parametrize(
     "chain", ["SFT SFT", "SFT plain SFT", "plain DPO SFT", "SFT KTO plain"], ids=lambda chain: chain.replace(" ", "-")
 )
@@ -1134,7 +1132,6 @@ def test_trainers_of_preferences_train_alike(
 
 @pytest.mark.exhaustive
 @pytest.mark.nightly
-@pytest.mark.often("DPO")
 @pytest.mark.parametrize("name", ["DPO", "KTO"])
 def test_a_reference_model_of_its_own_is_counted_and_trains_alike(name: str, trl: Make, tmp_path: Path) -> None:
     """Without a mask, as in eager mode, and when what autocast kept of the model's own weights is gone."""

@@ -196,8 +196,8 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
             "leaves it whole, to be planned as one graph"
         )
         of_break = (
-            ", planned before this one was known: a smaller budget may make them keep less, and without the graph "
-            "break (`fullgraph=True` names it) all are planned as one"
+            ", planned before this one was known: a smaller budget may make them keep less. `remat.compile` of the "
+            "whole model plans all as one, if its graph does not break (`fullgraph=True` names the place)"
         )
         is_cut = len({frame for frame, _ in (*self.cuts, self.key)}) < len({*self.cuts, self.key})
         return f". {gib(saved)} of it were saved by graphs before this one{of_ddp if is_cut else of_break}"

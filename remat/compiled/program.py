@@ -60,7 +60,7 @@ from ortools.sat.python import cp_model
 from remat.compiled.joint import Joint
 
 FAR, NEAR = 30_000, 8_000  # the most of r, and in the coarse program
-PROGRAM_EFFORT = 25.0  # effort: the most for one program
+PROGRAM_EFFORT, COARSE_EFFORT = 25.0, 10.0  # effort: the most for one program, and for the coarse one
 PROGRAMS = 9  # the most for one answer, the coarse one among them
 LOOSE = 0.1  # gap: where answers of a program exceed, it is given up for the next
 _LAST = 1 << 30  # a stage after all others
@@ -231,7 +231,9 @@ def solve(
         """Solve a program, and keep its answer if it is the best that fits."""
         nonlocal best, effort
         program = _Program(joint, those, limit, more, least=least)
-        answer = program.solve(best.saved if best else start, gap, min(effort, PROGRAM_EFFORT), lacks_some)
+        most = min(effort, COARSE_EFFORT if those is None else PROGRAM_EFFORT)
+        may_stop = those is not None and not least and limit == most_bytes
+        answer = program.solve(best.saved if best else start, gap, most, lacks_some if may_stop else None)
         effort -= answer.effort
         choice = None if answer.saved is None else judged(joint, answer.saved)
         if choice and more.peak_bytes(choice) <= most_bytes and (best is None or cost(choice) < cost(best)):
@@ -364,19 +366,19 @@ class _Program:
         self._minimize()
 
     def solve(
-        self, start: Collection[str], gap: float, effort: float, lacks_some: Callable[[frozenset[str]], bool]
+        self, start: Collection[str], gap: float, effort: float, lacks_some: Callable[[frozenset[str]], bool] | None
     ) -> _Answer:
         """Solve, from a choice to begin with, until the gap is closed or the effort spent.
 
-        lacks_some  asked of each answer on the way: where one lacks some of (11), a gap of `LOOSE` is enough
+        lacks_some  asked of answers on the way, if given: where one lacks some of (11), a gap of `LOOSE` is enough
         """
         if start:
             self._begin_with(start)
         solver = cp_model.CpSolver()
         solver.parameters.num_workers, solver.parameters.linearization_level = 1, 2  # the bound is the relaxation's
         solver.parameters.relative_gap_limit, solver.parameters.max_deterministic_time = gap, effort
-        loosely = _Loosely(lambda value: lacks_some(self._saved(value)))
-        status = solver.solve(self.model, None if self.counted is None or self.least else loosely)
+        loosely = lacks_some and _Loosely(lambda value: lacks_some(self._saved(value)))
+        status = solver.solve(self.model, loosely)
         spent = solver.response_proto.deterministic_time
         if status == cp_model.INFEASIBLE:
             return _Answer(None, math.inf, 0, spent)

@@ -50,6 +50,7 @@ _SKIPPED_FUNCTION = (
     "A graph break inside a loop makes Dynamo skip the whole function: compile with `fullgraph=True` to see the place, "
     "or compile the blocks of the loop one by one, with `uses=`"
 )
+_RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 _NO_GRAPH = "Dynamo captured no graph of this forward, so the step runs uncompiled and no budget is kept"
 
 
@@ -143,7 +144,7 @@ class CompiledStep:
                 return
             looking.remove()
             self.looks = False
-            told = "" if self._last is not None else f"{_NO_GRAPH}. {_why_skipped(model)}."
+            told = "" if self._last is not None else f"{_NO_GRAPH}. {_why_skipped(model.modules())}."
             if not told and not is_set_aside:
                 told = self._told_of_parts(model, parameters_reached(model, learning))
             if told:
@@ -173,9 +174,10 @@ class CompiledStep:
         outside = sorted(name for name in reached if id(named[name]) not in compiled)
         if not outside:
             return ""
+        owners = [model.get_submodule(name.rpartition(".")[0]) for name in outside]
         return (
             f"Dynamo left parts of this forward out of its graphs, with {first_few(outside)}. They run uncompiled: "
-            f"what they save for backward is in no plan, and may exceed the budget. {_why_skipped(model)}. "
+            f"what they save for backward is in no plan, and may exceed the budget. {_why_skipped(owners)}. "
             "Or set bytes aside with `outside=`."
         )
 
@@ -324,15 +326,17 @@ class Promise:
         return int(fixed + times * beside + max(times * cut.halves.forward, *grown))
 
 
-def _why_skipped(model: nn.Module) -> str:
-    """Return the words on why Dynamo may have left out code of `model`, and what to do."""
-    if recurrent := sorted({type(each).__name__ for each in model.modules() if isinstance(each, nn.RNNBase)}):
-        names = first_few([f"nn.{name}" for name in recurrent])
-        return (
-            f"Dynamo captures no {names}, nor a forward that calls one: compile the modules around it by themselves, "
-            "or give the budget to the uncompiled step (`remat.plan` and `remat.apply`)"
-        )
-    return _SKIPPED_FUNCTION
+def _why_skipped(modules: Iterable[nn.Module]) -> str:
+    """Return the words on why Dynamo may have left out code of `modules`, and what to do."""
+    there = list(modules)
+    kinds = [kind for kind in _RECURRENT if any(isinstance(each, kind) for each in there)]
+    if not kinds:
+        return _SKIPPED_FUNCTION
+    names = first_few([f"nn.{kind.__name__}" for kind in kinds])
+    return (
+        f"Dynamo captures no {names}, nor what follows in a forward that calls one: compile the modules around it by "
+        "themselves, or give the budget to the uncompiled step (`remat.plan` and `remat.apply`)"
+    )
 
 
 def _opened(graph: fx.Graph) -> tuple[int, ...]:

@@ -196,8 +196,9 @@ def workspace_settings(device: torch.device) -> list[str]:
 
 @functools.cache
 def _vector_instructions() -> list[str]:
-    known = {flag for flag in _cpu_info("flags").split() if flag.startswith(("avx", "amx"))}
-    return sorted(known) or [torch.backends.cpu.get_cpu_capability()]
+    """List the flags of an x86 processor that name vector instructions, or all features of an ARM one."""
+    known = [flag for flag in _cpu_info("flags").split() if flag.startswith(("avx", "amx"))]
+    return sorted(known or _cpu_info("Features").split()) or [torch.backends.cpu.get_cpu_capability()]
 
 
 def _cpu_model() -> str:
