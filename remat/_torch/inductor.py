@@ -60,7 +60,7 @@ def chosen_decompositions() -> dict[Any, Any]:
     return dict(internal("_inductor.decomposition.select_decomp_table", "compile without wasteful decompositions")())
 
 
-_REORDERS = ("reorder_for_reducing_graph_partitions",)  # as `mode="reduce-overhead"` does
+_REORDERS = "reorder_for_reducing_graph_partitions"  # where `mode="reduce-overhead"` turns CUDA graphs on
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ def compiling_with(
             enable_autograd_cache=False, force_non_lazy_backward_lowering=True
         ),
         config.patch(custom_partitioner_fn=partitioner, allow_buffer_reuse=keeps),
-        config.patch({f"triton.{name}": False for name in _REORDERS if hasattr(config.triton, name)}),
+        config.patch({f"triton.{_REORDERS}": False} if hasattr(config.triton, _REORDERS) else {}),
         mock.patch.object(compiler, "select_decomp_table", decomposed),
     ):
         yield

@@ -2,12 +2,12 @@
 
 A fused group keeps its intermediates in registers, where the nodes one by one round each to its dtype. So its results
 and gradients differ from the eager baseline's. The promise is that they are no further from the truth: for every
-result of a group, and every gradient that its backward gives, the distance from the same in float64 is at most 1.1
+result of a group, and every gradient that its backward gives, the distance from the same in float64 is at most `NEAR`
 times that of the nodes run one by one on the same inputs. Groups that do the same are taken together, and of them
 what has the same shape.
 
 Two things count as nothing: a distance below a quarter of a unit in the last place, of the whole tensor's norm, which
-is what storing it costs; and chance (`most_ratio`).
+is what storing it costs; and chance. `most_ratio` in `sums.py` has both, `NEAR` and chance.
 
 The fused step as a whole is compared with the untouched one too, roughly: gradients that are apart by more than
 rounding explains (`far_from`) mean a fault, not a rounding.
