@@ -90,7 +90,10 @@ def test_values_that_the_step_makes_of_outputs_are_named_until_the_step_is_plann
         return waves(model(batch[0]), 200).mean()
 
     work = workload(Ripple, step=step)
-    assert "(`workload.with_planned_step()`)" in caveats(recorded(work)[1].about)[0]
+    planned = work.with_planned_step()
+    for of, advises_it in ((work, True), (planned, False)):
+        (said, *_) = caveats(recorded(of)[1].about)
+        assert "made outside of the captured graphs" in said and ("with_planned_step" in said) == advises_it
 
 
 def test_a_layer_that_its_own_backward_runs_again_is_in_no_region_and_counted() -> None:

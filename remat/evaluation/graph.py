@@ -48,6 +48,7 @@ CALLED_MODULES = "called_modules"  # key of `Graph.about`: paths of the modules 
 IDENTITY = ("anchor", "tensors", "draws", "made_bytes")  # fields of a Node that its `NodeId` has too
 UNKNOWN = -1  # Node.tensors in a record from before nodes had an identity
 FORWARD_ALONE = "forward_alone_bytes"  # ... the most that the forward makes, where nothing is kept for backward
+WITH_STEP = "with_step"  # ... whether the plan is for model and step, not for the model's forward alone
 TRACED_ONLY = "not_untraced"  # ... why only the traced step is known
 DRAWN_OUTSIDE = "drawn_outside"  # ... lines of forwards that draw numbers outside of torch, where a graph ends
 KEPT_OUTSIDE = "kept_outside"  # ... lines between two graphs, each with the bytes that autograd keeps of its results

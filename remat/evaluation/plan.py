@@ -27,7 +27,7 @@ from remat.errors import UsageError
 from remat.evaluation.alternative import Alternative, alternatives_of
 from remat.evaluation.form import CAPTURED_FORM, form_of
 from remat.evaluation.forwards import PASSES
-from remat.evaluation.graph import DRAWN_LENGTHS, DRAWN_OUTSIDE, KEPT_OUTSIDE, OUTSIDE, Graph
+from remat.evaluation.graph import DRAWN_LENGTHS, DRAWN_OUTSIDE, KEPT_OUTSIDE, OUTSIDE, WITH_STEP, Graph
 from remat.evaluation.identity import Identity, from_lines, to_lines
 from remat.files import read_json, write_atomically
 from remat.units import first_few, gib, ms
@@ -431,10 +431,11 @@ def kept_outside(about: Mapping[str, Any]) -> list[str]:
     if not (kept := about.get(KEPT_OUTSIDE)):
         return []
     lines = first_few(line for line, _ in kept)
+    or_planned = "" if about.get(WITH_STEP) else ", or plan the whole step (`workload.with_planned_step()`)"
     return [
         f"autograd keeps {gib(sum(size for _, size in kept))} of values that are made outside of the captured graphs "
-        f"({lines}), and no plan drops them: compute them in the model's forward, in code that Dynamo traces, or plan "
-        "the whole step (`workload.with_planned_step()`)"
+        f"({lines}), and no plan drops them: compute them in the model's forward, in code that Dynamo traces"
+        f"{or_planned}"
     ]
 
 

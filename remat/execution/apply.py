@@ -8,6 +8,7 @@ from typing import TypeVar, cast
 from torch import nn
 
 from remat.errors import UsageError
+from remat.evaluation.graph import WITH_STEP
 from remat.evaluation.plan import Plan
 from remat.execution.accelerate_autocast import beneath_autocast, is_under_autocast
 from remat.execution.eager.region_tape import Counts
@@ -15,7 +16,7 @@ from remat.execution.executions import executor
 from remat.execution.planned_forward import PlannedForward
 from remat.execution.reports import OnLarger
 from remat.workload.replaced_forward import forward_under_plan
-from remat.workload.workload import WITH_STEP, StepModule
+from remat.workload.workload import StepModule
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from remat.errors import UsageError
+from remat.evaluation.graph import WITH_STEP
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
 from remat.execution.reports import OnLarger
-from remat.workload.workload import WITH_STEP, Step, StepModule
+from remat.workload.workload import Step, StepModule
 
 
 def planned_step(

@@ -59,6 +59,7 @@ from remat.evaluation.graph import (
     OPTIMIZER_STATE,
     OUTSIDE,
     STATE,
+    WITH_STEP,
     WRAPPED_NUMBERS,
     Graph,
     InnerBackward,
@@ -77,7 +78,7 @@ from remat.recording.repeats import Repeats
 from remat.recording.sources import line_here
 from remat.recording.tracker import FIXED_STORAGE, Moment, RecordedSpan, Tracker
 from remat.recording.trails import trail_of
-from remat.workload.workload import WITH_STEP, StepModule, trainable
+from remat.workload.workload import StepModule, trainable
 
 OUTSIDE_OP = "outside"  # Node.op between two graphs, where no line is known
 IN_BACKWARD = -1  # in the place of the row of a tensor that a graph made in backward saves

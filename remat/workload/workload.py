@@ -18,7 +18,6 @@ from remat.errors import UsageError
 from remat.workload.optimizers import MakeOptimizer, MasterWeights
 
 Step = Callable[[nn.Module, Any], torch.Tensor]
-WITH_STEP = "with_step"  # key of `Plan.about`: the plan is for model and step, not for the model's forward alone
 
 DTYPE_POLICIES = ("amp", "fp32", "bf16", "bf16-master", "bf16-master-grads")
 DTypePolicy = Literal["amp", "fp32", "bf16", "bf16-master", "bf16-master-grads"]
