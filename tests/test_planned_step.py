@@ -229,3 +229,39 @@ def test_code_without_a_file_or_a_module_is_planned() -> None:
     workload = Workload("made", build, lambda n, _: torch.ones(n, 8), lambda m, x: m(x).sum(), batch_size=4)
     assert build.__module__ is None or build.__module__ == "builtins"
     assert graph_of(workload).nodes
+
+
+class TwoTasks(Language):
+    def forward(self, ids: torch.Tensor, task: str = "next") -> torch.Tensor:
+        x = self.layers[1](self.layers[0](self.embed(ids)))
+        y: torch.Tensor = self.head(x) if task == "next" else x.mean(1)
+        return y
+
+
+def test_a_loop_with_two_tasks_has_a_plan_of_a_step_for_each() -> None:
+    tasks = ("next", "mean")
+
+    def of(task: str) -> Workload:
+        def step(model: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
+            return model(given["ids"], task).square().mean()
+
+        return dataclasses.replace(OUTSIDE, build=TwoTasks, step=step)
+
+    def plan_of(workload: Workload) -> Plan:
+        graph = graph_of(workload)
+        return plan_by_hand(graph, every_block(graph))
+
+    torch.manual_seed(0)
+    model, given = TwoTasks().train(), batch(SAMPLES, LENGTH)
+    other = copy.deepcopy(model)
+    alone = apply(copy.deepcopy(model), plan_of(of("next")))
+    alone(given["ids"], "next")
+    with pytest.raises(PlanMismatch, match="where the loop changes task, make a plan of the whole step for each value"):
+        alone(given["ids"], "mean")
+    steps = {task: remat.planned_step(of(task).step, plan_of(of(task).with_planned_step())) for task in tasks}
+    for task in (*tasks, *tasks):
+        for run, on in ((steps[task], model), (of(task).step, other)):
+            torch.manual_seed(1)
+            run(on, given).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, other.get_parameter(name).grad), name

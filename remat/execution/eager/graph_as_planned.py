@@ -6,6 +6,8 @@ report where it is a few percent.
 
 from __future__ import annotations
 
+import re
+
 from torch import fx, nn
 
 from remat._torch.training import function_modes
@@ -20,7 +22,7 @@ from remat.execution.forwards import holds
 from remat.execution.model_as_planned import ModelAsPlanned, checkpoints_itself
 from remat.execution.placing import Placer
 from remat.execution.surroundings import Surroundings
-from remat.units import gib
+from remat.units import first_few, gib
 
 OTHER_MODEL = 0.02  # of the planned peak: a graph that needs more than that above it is refused
 
@@ -114,6 +116,13 @@ class GraphAsPlanned:
             return (
                 f"make a plan for this model with its hooks (on {', '.join(new[:3])}). A hook that reads a number off "
                 "a tensor (`float()`, `item()`) has no plan: let it keep the tensor, detached, and read it later"
+            )
+        was = running.now.forward.given
+        words = [name for name, now in running.given.items() if re.match("['\"]|True$|False$", now)]
+        if words := [name for name in words if was.get(name, running.given[name]) != running.given[name]]:
+            return (
+                f"where the loop changes {first_few(words)}, make a plan of the whole step for each value "
+                "(`workload.with_planned_step()`), and train by one `remat.planned_step(step, plan)` for each"
             )
         return "use the model as planned, make a plan for it as it is, or train without one after `remat.remove(model)`"
 
