@@ -19,10 +19,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
+from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen.wrapper import AllocateLine
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -46,6 +49,7 @@ from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.evaluation.graph import OpKind
 from remat.fusion import generated_code
 from remat.workload.target import TARGETS
+from tests.devices import DEVICE
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo", "one_thread"), pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)]
@@ -129,6 +133,45 @@ def test_a_planned_step_keeps_its_budget_and_computes_what_an_unplanned_one_does
     assert cut.peak_bytes <= 1.001 * measured
     assert all(map(torch.equal, got, expected))  # dropout among it
     assert (cut.choice == cut.default) == (share > 1)
+
+
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The generated code of graphs that was loaded to run."""
+    loaded: list[str] = []
+    load = PyCodeCache.load_by_key_path
+
+    def noting(key: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        if (source := Path(path).read_text()).startswith("# AOT ID: "):
+            loaded.append(re.sub(r"^#.*\n", "", source, flags=re.MULTILINE))  # they name graphs and folders
+        return load(key, path, *args, **kwargs)
+
+    monkeypatch.setattr(PyCodeCache, "load_by_key_path", noting)
+    return loaded
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+@pytest.mark.exhaustive
+@pytest.mark.any_device
+@pytest.mark.parametrize("less", [pytest.param(0, id="roomy"), pytest.param(1, id="tight")])
+def test_torch_finds_the_code_that_planning_made_and_would_have_made_the_same(
+    less: int, cuts: list[BudgetPartitioner], sources: list[str]
+) -> None:
+    x, found = batch().to(DEVICE), []
+    with fresh_cache():
+        remat.compile(built().to(DEVICE), 1 << 40)(x)
+    (roomy,) = cuts[-1].cuts.values()
+    for is_off in (False, True):
+        torch._dynamo.reset()
+        sources.clear()
+        counters.clear()
+        with fresh_cache(), inductor_config.patch(fx_graph_cache=not is_off):
+            remat.compile(built().to(DEVICE), roomy.peak_bytes - less)(x)
+        found.append(list(sources))
+        assert counters["inductor"]["fxgraph_cache_hit"] == (0 if is_off else 2)
+    forward, backward = found[0]
+    assert found[1] == [forward, backward]
+    assert [cut.choice == cut.default for cut in cuts[-1].cuts.values()] == [less == 0]
 
 
 class Autocast(MLP):
@@ -753,7 +796,7 @@ def look(model: Callable[[], nn.Module], x: torch.Tensor, at: Callable[[Search],
             return search.by_default
 
     def backend(graph: fx.GraphModule, inputs: Any) -> Any:
-        with compiling_with(Looking(), chosen_decompositions):
+        with compiling_with(Looking(), chosen_decompositions), inductor_config.patch(fx_graph_cache=False):
             return compile_fx(graph, inputs, inner_compile=not_run)
 
     with pytest.raises(Looked):

@@ -1059,6 +1059,10 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
         "choose what a compiled forward saves",
         lambda: inductor.compiling_with(None, dict).__enter__(),
     ),
+    "_dynamo.backends.common.AotAutograd": (
+        "compile halves as AOTAutograd will",
+        lambda: inductor._noting_compilers().__enter__(),
+    ),
     "_functorch.aot_autograd.aot_export_joint_simple": (
         "fuse groups of nodes",
         lambda: inductor.joint_of(lambda x: (x,), ()),

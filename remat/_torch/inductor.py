@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
 import operator
@@ -72,6 +73,7 @@ def compiling_with(
     Backward is compiled with forward, under the same settings, and not when it first runs. `keeps_buffers` says whether
     freed ones wait for others of their size, by default as Inductor is set. It is no option of the compiler, which
     would put it back. Kernels keep their order where CUDA graphs are on: fewer of these may take a tenth more memory.
+    The partitioner may compile halves as AOTAutograd will, and Inductor's cache then has the code (`compiled_forward`).
     """
     purpose = "choose what a compiled forward saves"
     compiler, config = internal("_inductor.compile_fx", purpose), internal("_inductor.config", purpose)
@@ -85,8 +87,44 @@ def compiling_with(
         config.patch(custom_partitioner_fn=partitioner, allow_buffer_reuse=keeps),
         config.patch({f"triton.{_REORDERS}": False} if hasattr(config.triton, _REORDERS) else {}),
         mock.patch.object(compiler, "select_decomp_table", decomposed),
+        _noting_compilers(),
     ):
         yield
+
+
+_COMPILERS = contextvars.ContextVar[dict[str, Any]]("compilers of halves")
+
+
+@contextlib.contextmanager
+def _noting_compilers() -> Iterator[None]:
+    """Note the compilers of forward and backward that AOTAutograd is given while the context is open."""
+    purpose = "compile halves as AOTAutograd will"
+    graphs, settings = internal("_inductor.graph", purpose), internal("compiler.config", purpose)
+    tracing = internal("_guards.TracingContext", purpose)
+    aot_autograd = internal("_dynamo.backends.common.AotAutograd", purpose)
+    call, noted = aot_autograd.__call__, dict[str, Any]()
+
+    def noting(self: Any, *given: Any, **named: Any) -> Any:
+        for name in ("fw_compiler", "bw_compiler"):
+            noted[name] = self.kwargs[name] = copy.copy(self.kwargs[name])
+            noted[name].compiler_fn = functools.partial(told, noted[name].compiler_fn, name)
+        return call(self, *given, **named)
+
+    def told(compile_half: Callable[..., Any], name: str, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        """Compile with what the code depends on, and the key of Inductor's cache has not, in that key."""
+        mutated = getattr(tracing.get().fw_metadata, "num_mutated_inp_runtime_indices", 0)
+        beside = graphs.get_donated_idxs() if name == "bw_compiler" else mutated
+        for each in filter(torch.is_tensor, inputs if name == "fw_compiler" else ()):
+            vars(each).pop("_is_inductor_static", None)  # left by an earlier try
+        with settings.patch(cache_key_tag=f"{settings.cache_key_tag} {beside}"):
+            return compile_half(graph_module, inputs)
+
+    token = _COMPILERS.set(noted)
+    try:
+        with mock.patch.object(aot_autograd, "__call__", noting):
+            yield
+    finally:
+        _COMPILERS.reset(token)
 
 
 def free_at_once() -> bool:
@@ -122,11 +160,24 @@ def hands_modules_over() -> bool:
     return hasattr(internal("_inductor.codecache.PyCodeCache", "predict what Inductor allocates"), "load_by_key_path")
 
 
+def keeps_code() -> bool:
+    """Return whether Inductor's cache keeps the code that halves have, which the partitioner of a graph compiles.
+
+    CUDA graphs are not asked for code that does not run.
+    """
+    config = internal("_inductor.config", "compile halves as AOTAutograd will")
+    is_on = config.fx_graph_cache and not (
+        config.force_disable_caches or config.triton.cudagraphs or config.cpp_wrapper
+    )
+    return bool(is_on and _COMPILERS.get(None))
+
+
 @contextlib.contextmanager
-def loading_modules(load: Callable[..., Any]) -> Iterator[None]:
-    """Let `load(key, path, linemap, attrs)` load the modules that Inductor generates, and cache nothing.
+def loading_modules(load: Callable[..., Any], *, keeps: bool = False) -> Iterator[None]:
+    """Let `load(key, path, linemap, attrs)` load the modules that Inductor generates.
 
     Modules of templates (FlexAttention's) are loaded as they are, while a graph is lowered: each is a kernel alone.
+    Inductor's cache is neither read nor written, but where it `keeps` code, which must be whole then.
     """
     purpose = "predict what Inductor allocates"
     cache = internal("_inductor.codecache.PyCodeCache", purpose)
@@ -134,10 +185,13 @@ def loading_modules(load: Callable[..., Any]) -> Iterator[None]:
     as_is = cache.load_by_key_path
 
     def load_generated(*given: Any, **named: Any) -> Any:
-        return (as_is if virtual.graph.scheduler is None else load)(*given, **named)
+        is_template = getattr(virtual.graph, "scheduler", load) is None  # no graph is lowered where the cache has it
+        return (as_is if is_template else load)(*given, **named)
 
     with (
-        internal("_inductor.config", purpose).patch(force_disable_caches=True, cpp_wrapper=False),
+        internal("_inductor.config", purpose).patch(
+            {} if keeps else {"force_disable_caches": True, "cpp_wrapper": False}
+        ),
         mock.patch.object(cache, "load_by_key_path", load_generated),
     ):
         yield
@@ -219,8 +273,8 @@ def partition_saving(choose: Callable[[fx.Graph, Any, Callable[[float], list[fx.
             mock.patch.object(module, "choose_saved_values_set", chosen),
             mock.patch.object(module, "solve_min_cut", cut_once),
         ):
-            found: tuple[fx.GraphModule, fx.GraphModule] = min_cut(joint, inputs, **options)
-        return found
+            forward, backward = min_cut(joint, inputs, **options)
+        return fx.GraphModule(forward, forward.graph), fx.GraphModule(backward, backward.graph)  # as `_copied` makes them
 
     return partition
 
@@ -280,13 +334,22 @@ def counts_flops(node: fx.Node) -> bool:
 Strides = Mapping[str, tuple[Any, ...]]  # of what a compiled forward gives, by the name of its node
 
 
-def compiled_forward(forward: fx.GraphModule, results: int) -> tuple[Any, Strides]:
-    """Compile a copy of the forward of a joint graph as AOTAutograd would. A user sees the first `results` it gives."""
+def compiled_forward(forward: fx.GraphModule, results: int, static: Sequence[int] = ()) -> tuple[Any, Strides]:
+    """Compile a copy of the forward of a joint graph as AOTAutograd would.
+
+    Where Inductor's cache is on, AOTAutograd finds the code there, if no input that a user gives is changed in place.
+
+    results  how many of those that forward gives are seen by a user: the first
+    static   positions of the inputs that stay where they are, such as parameters
+    """
     purpose = "predict what Inductor allocates"
     compile_inner = internal("_inductor.compile_fx.compile_fx_inner", purpose)
+    compile_half = _COMPILERS.get()["fw_compiler"] if keeps_code() else compile_inner
     reporting = internal("_guards.TracingContext.report_output_strides", purpose)
-    with reporting() as strides:
-        first = compile_inner(_copied(forward, range(results)), _values(forward.graph.find_nodes(op="placeholder")))
+    internal("_inductor.compile_fx.get_static_input_idxs", purpose)
+    compiler = internal("_inductor.compile_fx", purpose)
+    with reporting() as strides, mock.patch.object(compiler, "get_static_input_idxs", lambda fixed: [*static]):
+        first = compile_half(_copied(forward, range(results)), _values(forward.graph.find_nodes(op="placeholder")))
     return first, {
         node.name: tuple(stride)
         for node, stride in zip(_results_of(forward), strides or (), strict=False)
@@ -300,12 +363,13 @@ def compiled_backward(forward: fx.GraphModule, backward: fx.GraphModule, results
     It may write over saved values that are no part of others.
     """
     purpose = "predict what Inductor allocates"
-    compile_inner = internal("_inductor.compile_fx.compile_fx_inner", purpose)
+    compile_inner = functools.partial(internal("_inductor.compile_fx.compile_fx_inner", purpose), is_backward=True)
+    compile_half = _COMPILERS.get()["bw_compiler"] if keeps_code() else compile_inner
     graphs, donated = internal("_inductor.graph", purpose), _donated(forward, backward, results)
     internal("_inductor.graph.get_donated_idxs", purpose)
     given = [_with_stride(node, strides.get(node.name)) for node in backward.graph.find_nodes(op="placeholder")]
     with mock.patch.object(graphs, "get_donated_idxs", lambda: donated):
-        return compile_inner(_copied(backward, ()), given, is_backward=True)
+        return compile_half(_copied(backward, ()), given)
 
 
 def _with_stride(node: fx.Node, stride: tuple[Any, ...] | None) -> Any:

@@ -123,10 +123,11 @@ class LoweredCuts:
     def _repeats_draws(self, choice: Choice) -> bool:
         return not self.draws_alike and choice.saved != self.default.saved
 
-    def lower(self, choice: Choice) -> Halves:
+    def lower(self, choice: Choice, *, is_draft: bool = False) -> Halves:
         """Return the bytes that the compiled code of a choice needs.
 
         Where they exceed the limit, that is before the last of its draws are as forward has them.
+        A choice that will hardly be handed out is a draft, whose code is not kept.
         """
         if choice.saved not in self.lowered:
 
@@ -138,9 +139,11 @@ class LoweredCuts:
                     *cut,
                     results,
                     self.holds_results,
+                    static=self.options.get("static_lifetime_input_indices") or (),
                     repeats_draws=repeats,  # and backward then draws as forward does, if the bytes fit
                     redraws=redraws,
                     may_fit=self._may_fit,
+                    is_draft=is_draft,
                 )
                 if found.redrawn is not None:
                     self.note(choice, self.needs(self._beside_earlier(found)))

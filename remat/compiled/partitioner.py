@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from remat._torch import compiled_draws
+from remat._torch import compiled_draws, inductor
 from remat._torch.inductor import hash_of, keeps_joint_graphs, partitioner_class
 from remat.compiled.outside import Outside
 from remat.compiled.peak import Halves
@@ -103,7 +103,11 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         self.key, self.keeps = None, False
 
     def uuid(self) -> Any:
-        homes = (compiled_draws.__file__, *(__file__.replace("partitioner", home) for home in _HOMES))
+        homes = (
+            compiled_draws.__file__,
+            inductor.__file__,
+            *(__file__.replace("partitioner", home) for home in _HOMES),
+        )
         return hash_of(*homes) + repr(self.__getstate__()).encode()
 
     @property

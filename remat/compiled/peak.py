@@ -18,7 +18,14 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from remat._torch.compiled_draws import draw_again, drawn_otherwise
-from remat._torch.inductor import all_aligned, compiled_backward, compiled_forward, counts_flops, random_operators_alone
+from remat._torch.inductor import (
+    all_aligned,
+    compiled_backward,
+    compiled_forward,
+    counts_flops,
+    keeps_code,
+    random_operators_alone,
+)
 from remat._torch.symbols import hinted
 from remat._torch.training import without_modes
 from remat.costing.operator_timing import measured_workspaces
@@ -63,23 +70,27 @@ def halves(
     results: int,
     holds_results: bool = True,
     *,
+    static: Sequence[int] = (),
     repeats_draws: bool = False,
     redraws: Collection[str] = (),
     may_fit: Callable[[Halves], bool] = lambda found: True,
+    is_draft: bool = False,
 ) -> Halves:
     """Return the bytes that both halves of a joint graph need.
 
     A user sees the first `results` that forward gives.
 
     holds_results  whether the caller holds all of them until the next forward returns, or single numbers only
+    static         positions of the inputs that stay where they are, such as parameters
     repeats_draws  whether `backward` is changed where it would draw random numbers in another way than forward
     redraws        seeds with which it would, in the code of similar halves; each one known saves a compilation
     may_fit        whether the bytes are such that the draws matter
+    is_draft       whether the halves will hardly be handed out: Inductor's cache does not keep their code
 
     Raises RematError where this torch's generated code is not known, and UsageError where bytes depend on data.
     """
-    with without_kernels() as loaded:
-        first, strides = compiled_forward(forward, results)
+    with without_kernels(keeps=keeps_code() and not is_draft) as loaded:
+        first, strides = compiled_forward(forward, results, static)
         ways, redrawn = loaded.ways[0], dict[str, bool]()
         more: dict[str, bool] | None = {seed: ways[seed] for seed in ways.keys() & redraws}
         found = None

@@ -74,7 +74,7 @@ class Search(LoweredCuts):
 
         Returns the choice as the table judges it in that order.
         """
-        self.follow(self.lower(choice))
+        self.follow(self.lower(choice, is_draft=True))
         if "portfolio" in vars(self):
             self.portfolio = [judged(self.joint, each.saved) for each in self.portfolio]
         choice = judged(self.joint, choice.saved)

@@ -43,8 +43,10 @@ class Loaded:
 
 
 @contextlib.contextmanager
-def without_kernels() -> Iterator[Loaded]:
+def without_kernels(*, keeps: bool = False) -> Iterator[Loaded]:
     """Let Inductor compile for fake tensors while the context is open.
+
+    keeps  whether Inductor's cache keeps the code, which is whole then: it takes a third longer
 
     Raises RematError if torch has no hook, or compiled past it: those kernels would read from fake tensors.
     """
@@ -52,13 +54,13 @@ def without_kernels() -> Iterator[Loaded]:
 
     def load(key: str, path: str, linemap: Any = None, attrs: dict[str, Any] | None = None, **_: Any) -> Any:
         loaded.modules += 1
-        loaded.moved_bytes += moved_by_loops()
+        loaded.moved_bytes += 0 if keeps else moved_by_loops()
         loaded.ways.append(ways_of_draws(source := Path(path).read_text()))
         return _load(key, path, source, attrs or {})
 
     if not hands_modules_over():
         raise _unknown("has no PyCodeCache.load_by_key_path")
-    with loading_modules(load), kernels_without_bodies():
+    with loading_modules(load, keeps=keeps), contextlib.nullcontext() if keeps else kernels_without_bodies():
         yield loaded
     if not loaded.modules:
         raise _unknown("hands no generated module over")
