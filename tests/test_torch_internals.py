@@ -376,6 +376,20 @@ def test_a_failure_on_fakes_is_not_logged_unless_it_is_asked_for(
     assert log.level == before
 
 
+def test_advice_on_a_number_that_ends_a_graph_is_not_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    monkeypatch.setattr(logging.getLogger("torch._dynamo.variables.tensor"), "handlers", [caplog.handler])
+    for quiet in (dynamo.tracebacks_unwritten, contextlib.nullcontext):
+        TensorVariable._warn_capture_scalar_outputs.cache_clear()
+        torch._dynamo.reset()
+        with quiet():
+            torch.compile(lambda x: x * x.sum().item(), backend="eager")(torch.ones(2))
+        assert ("Graph break from `Tensor.item()`" in caplog.text) == (quiet is contextlib.nullcontext)
+
+
 def test_what_stands_for_a_traced_launch_in_triton_is_called() -> None:
     assert isinstance(dynamo.traced_triton_launch(), type)
     assert "__call__" in vars(dynamo.traced_triton_launch())
@@ -965,6 +979,10 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "_dynamo.utils.counters": ("see whether a forward was traced", dynamo.frames_traced),
     "_subclasses.fake_tensor": (
+        "keep its log off the screen",
+        lambda: dynamo.tracebacks_unwritten().__enter__(),
+    ),
+    "_dynamo.variables.tensor": (
         "keep its log off the screen",
         lambda: dynamo.tracebacks_unwritten().__enter__(),
     ),

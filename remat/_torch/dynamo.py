@@ -431,6 +431,8 @@ def _errors_behind(error: BaseException | None) -> list[BaseException]:
 def tracebacks_unwritten() -> contextlib.AbstractContextManager[None]:
     """Keep torch from logging the traceback of an operator that fails on fake tensors; it is raised anyway.
 
+    And from advice to capture `Tensor.item()` in a graph, which no plan can take.
+
     If TORCH_LOGS or REMAT_DEBUG is set in the environment, it is logged as usual.
     """
     return _SHARED_LOG_OFF()
@@ -438,14 +440,18 @@ def tracebacks_unwritten() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _log_off() -> Iterator[None]:
-    log = logging.getLogger(internal("_subclasses.fake_tensor", "keep its log off the screen").__name__)
-    before = log.level
+    purpose = "keep its log off the screen"
+    modules = internal("_subclasses.fake_tensor", purpose), internal("_dynamo.variables.tensor", purpose)
+    logs = [logging.getLogger(module.__name__) for module in modules]
+    before = [log.level for log in logs]
     if not (os.environ.get("TORCH_LOGS") or os.environ.get("REMAT_DEBUG")):
-        log.setLevel(logging.CRITICAL)
+        for log in logs:
+            log.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        log.setLevel(before)
+        for log, level in zip(logs, before, strict=True):
+            log.setLevel(level)
 
 
 _SHARED_LOG_OFF = Shared(_log_off)
