@@ -112,6 +112,10 @@ def attended(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=0.1).sum()
 
 
+def told_apart(x: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(x, torch.zeros(WIDTH, WIDTH), torch.ones(WIDTH))
+
+
 def transposed(x: Tensor) -> Tensor:
     """A linear layer of what is not contiguous adds its bias to a product."""
     tokens = x[:, :8].reshape(2, WIDTH // 2, 8).transpose(0, 1)
@@ -272,3 +276,13 @@ def test_unfused_attention_adds_its_mask_in_place() -> None:
     added = names.index("aten.add.Tensor")
     assert names[added - 1] == "aten.bmm.default"
     assert alive[added] <= alive[added - 1]
+
+
+def test_the_gradient_of_logits_is_computed_in_one_tensor() -> None:
+    """Nowhere the peak here: the loss itself takes two."""
+    graph = record(FakeStep(toy(told_apart), device=CPU))
+    alive = Memory(graph).curve(()).alive_bytes
+    names = [graph.kinds[kind].name for kind in graph.op_kind]
+    first = names.index("aten.sigmoid.default")
+    assert names[first + 1 : first + 4] == ["aten.sub.Tensor", "aten.mul.Tensor", "aten.mul.Tensor"]
+    assert (alive[first + 1 : first + 4] == alive[first]).all()

@@ -274,7 +274,8 @@ def partition_saving(choose: Callable[[fx.Graph, Any, Callable[[float], list[fx.
             mock.patch.object(module, "solve_min_cut", cut_once),
         ):
             forward, backward = min_cut(joint, inputs, **options)
-        return fx.GraphModule(forward, forward.graph), fx.GraphModule(backward, backward.graph)  # as `_copied` makes them
+        # As `_copied` makes them: the keys of Inductor's cache know lazy modules from others.
+        return fx.GraphModule(forward, forward.graph), fx.GraphModule(backward, backward.graph)
 
     return partition
 

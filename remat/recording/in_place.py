@@ -16,13 +16,16 @@ Rule 3  Unfused attention adds its mask to the scores (`_scaled_dot_product_atte
 Rule 4  A linear layer adds its bias to a product by itself where its input is not contiguous: transposed tokens, or a
         context in attention whose batch comes first (`linear`, ATen/native/Linear.cpp). torch's multi-head attention
         calls it; all that this adds in one dimension is its bias.
+Rule 5  The backward of `binary_cross_entropy_with_logits` writes all that it computes over its first result
+        (`binary_cross_entropy_with_logits_backward`, torch/csrc/autograd/FunctionsManual.cpp).
 
 Operators are not replaced. One that would be in place is taken to have its first argument's storage over: that ends
 when the operator begins, provided that it is let go before the next operator, which is so if nothing else holds it. A
 table of counts of references was rejected: what Python adds to them differs from version to version.
 
-Left out: gradients that arrive from Python's own `autograd.Function`s, within which an operator of
-theirs looks like one of the engine's; there, one gradient too many is predicted, as before.
+Left out: gradients that arrive from Python's own `autograd.Function`s, within which an operator of theirs looks like
+one of the engine's; there, one gradient too many is predicted, as before. And `pos_weight` of Rule 5: on fakes C++
+holds the first results until the last is there, and two too many are predicted.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ _WRITES_INTO_ZEROS = {
     aten.masked_scatter.default,
     aten.put.default,
 }
+_LOGITS = "BinaryCrossEntropyWithLogitsBackward0"
+_COMPUTES = {aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
 
 _depth = {"model": 0, "attention": 0, "linear": 0}  # backward may run in another thread than forward: not thread-local
 
@@ -84,6 +89,8 @@ class InPlace:
             self._sequence, self._first = sequence, op
         if birth < 0 or not _could_be_in_place(func, args, out):
             return False
+        if func in _COMPUTES and (node is None or node.name() != _LOGITS):
+            return False
         if _depth["model"]:
             adds = func is aten.add.Tensor
             return adds and (_depth["attention"] > 0 or (_depth["linear"] > 0 and args[1].dim() == 1))  # Rules 3, 4
@@ -94,11 +101,11 @@ class InPlace:
                 return False
             edges = [edge for edge in node.next_functions if edge[0] is not None]
             return birth < self._first or len({*edges}) < len(edges)
-        return birth >= self._first  # Rule 2
+        return birth >= self._first  # Rules 2, 5
 
 
 def _could_be_in_place(func: Any, args: Any, out: Any) -> bool:
-    if func is not aten.add.Tensor and func not in _WRITES_INTO_ZEROS:
+    if func is not aten.add.Tensor and func not in _WRITES_INTO_ZEROS and func not in _COMPUTES:
         return False
     first = args[0]
     storage = first.untyped_storage()
