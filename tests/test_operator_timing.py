@@ -26,6 +26,7 @@ from remat.evaluation.graph import OpKind
 from remat.files import default_cache
 from remat.recording.tracker import Tracker
 from remat.workload.target import target_of
+from tests.devices import DEVICE
 
 CPU = torch.device("cpu")
 MAP = {"tensor": [[4, 8, 16, 16], [2048, 256, 16, 1], "float32"]}  # 4 * 8 * 16 * 16 * 4 = 32768 bytes
@@ -213,6 +214,33 @@ def test_indices_stay_within_what_they_index() -> None:
     args, _ = arguments(kind("aten.embedding.default", table, indices), CPU)
     assert set(args[1].tolist()) == {0, 1, 2, 3, 4}
     assert quick(kind("aten.embedding.default", table, indices)).about["not_measured"] == []
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize(
+    ("shape", "stride"),
+    [([32, 16], [16, 1]), ([32, 16], [1, 0]), ([32, 1], [1, 1]), ([16], [1]), ([], [])],
+    ids=["whole", "expanded", "by-row", "by-column", "one"],
+)
+@pytest.mark.parametrize("given", [24, 4096])
+def test_a_mask_chooses_no_more_than_is_given(shape: list[int], stride: list[int], given: int) -> None:
+    """Text with the tokens of images: a GPU ends the process's work where there are too few for the mask."""
+    text, tokens = {"tensor": [[32, 16], [16, 1], "float32"]}, {"tensor": [[given], [1], "float32"]}
+    scattered = kind("aten.masked_scatter.default", text, {"tensor": [shape, stride, "bool"]}, tokens)
+    (_, mask, _), _ = arguments(scattered, DEVICE)
+    assert mask.broadcast_to(32, 16).sum() <= given and (mask.any() or given < 32)
+    costs = time_operators([scattered], DEVICE, cache=None, repeats=3, seconds_per_kind=0.0)
+    assert costs.about["not_measured"] == []
+    assert DEVICE.type == "cpu" or costs.workspace_bytes[0] >= 32 * 16 * 8
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("size", [40, 3, None])
+def test_repeats_add_up_to_the_size_that_is_asked_for(size: int | None) -> None:
+    repeated = kind("aten.repeat_interleave.Tensor", {"tensor": [[7], [1], "int64"]}, output_size=size)
+    (repeats,), _ = arguments(repeated, DEVICE)
+    assert repeats.sum() == (size or 7)
+    assert time_operators([repeated], DEVICE, cache=None, repeats=3).about["not_measured"] == []
 
 
 def test_measuring_leaves_the_random_state_alone() -> None:

@@ -146,6 +146,11 @@ def arguments(kind: KernelKind, device: torch.device) -> tuple[list[Any], dict[s
     made = list(map(value, args, places)), {name: value(v) for name, v in kwargs.items()}
     if kind.name.startswith("aten._grouped_mm."):
         _spread_groups(made[0])
+    if kind.name == "aten.repeat_interleave.Tensor" and len(repeats := made[0][0]):
+        total = made[1].get("output_size") or len(repeats)
+        repeats.fill_(total // len(repeats))[0] += total % len(repeats)  # a GPU dies of another sum
+    if kind.name.startswith(("aten.masked_scatter.", "aten.masked_scatter_.")) and made[0][0].numel():
+        _mask_no_more_than_given(*made[0][:3])
     if kind.name in _AFTER_FORWARD:
         _run_forward(kind.name, made[0])
     return made
@@ -228,6 +233,15 @@ def _spread_groups(args: list[Any]) -> None:
     rows, shared, columns = left.shape[0], left.shape[-1], right.shape[-1]
     split = shared if left.dim() == right.dim() else rows if left.dim() == 2 else columns
     offsets.copy_(torch.arange(1, len(offsets) + 1, device=offsets.device) * split // len(offsets))
+
+
+def _mask_no_more_than_given(changed: torch.Tensor, mask: torch.Tensor, given: torch.Tensor) -> None:
+    """Let a mask choose as many elements of `changed` as are `given`, or fewer: a GPU dies of one more."""
+    own = mask.as_strided(
+        (sum((size - 1) * step for size, step in zip(mask.shape, mask.stride(), strict=True)) + 1,), (1,)
+    )
+    own.fill_(False)
+    own[: min(given.numel() * len(own) // changed.numel(), len(own))] = True
 
 
 # Time
