@@ -259,6 +259,13 @@ def test_strides_say_a_layout() -> None:
     assert recording.memory_format_of(x.to(memory_format=torch.channels_last)) is torch.channels_last
 
 
+def test_the_first_tensor_of_an_elementwise_kernel_decides_its_layout() -> None:
+    x = torch.ones(2, 3, 4, 4)
+    last, all_one = x.to(memory_format=torch.channels_last), torch.ones(()).expand(x.shape)
+    assert recording.elementwise_strides(last, x) == torch.add(last, x).stride() == last.stride()
+    assert recording.elementwise_strides(all_one, last, x) == torch.addcmul(all_one, last, x).stride() == last.stride()
+
+
 def test_the_loss_within_cross_entropy_and_functions_that_are_passed_on() -> None:
     logits, target = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
     found = recording.nll_loss_nd(logits.log_softmax(1), target, None, 1, -100)
@@ -958,6 +965,10 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     "_functorch.config": ("know whether results may be kept", inductor.keeps_joint_graphs),
     "_inductor.config": ("keep what planning found", inductor.settings_of_inductor),
     "_disable_dynamo": ("record beside a trace", lambda: recording.untraced(print)),
+    "_prims_common.compute_elementwise_output_strides": (
+        "lay results out as kernels do",
+        lambda: recording.elementwise_strides(torch.ones(1)),
+    ),
     "_prims_common.suggest_memory_format": (
         "lay results out as kernels do",
         lambda: recording.memory_format_of(torch.ones(1)),

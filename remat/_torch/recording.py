@@ -87,6 +87,14 @@ def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
     return found
 
 
+def elementwise_strides(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of the result of an elementwise kernel that passes over `tensors`, which have one shape."""
+    found: tuple[int, ...] = internal(
+        "_prims_common.compute_elementwise_output_strides", "lay results out as kernels do"
+    )(*tensors)
+    return found
+
+
 def nll_loss_nd(*args: Any) -> torch.Tensor:
     """Return the loss of log-probabilities that `cross_entropy` calls, with any number of dimensions."""
     found: torch.Tensor = builtin_functions().nll_loss_nd(*args)

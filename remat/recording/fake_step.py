@@ -136,7 +136,7 @@ class FakeStep:
         self.evaluates = self.looks = False
         self.known_functions = known_functions(self.model)
         self.capture_anew(Answers())
-        self._kernels_of = (device if elsewhere is None else elsewhere.device).type
+        self.kernels_of = (device if elsewhere is None else elsewhere.device).type
         self._repeated = RepeatedStep(trainable(self.model), device)
         self.finish = Finish(self.loop, self.model, AnyOptimizer(None, ()), self._repeated)
         self._begin_training()
@@ -306,7 +306,7 @@ class FakeStep:
         if self.finish.offloaded is not None:
             self.finish.offloaded.copies = TrackedStateCopies(tracker)
         self._repeated.begin(tracker)
-        with tracker.answering(), forms_of(self._kernels_of, self.device.type):
+        with tracker.answering(), forms_of(self.kernels_of, self.device.type):
             try:
                 yield
             except RematError:
@@ -500,7 +500,7 @@ class FakeStep:
 
     def _states_seen(self) -> contextlib.AbstractContextManager[None]:
         """Return the context that tracks generator states of mini-batches, if they are on the device (a CPU)."""
-        on_host = self.deferred is not None and self._kernels_of == "cpu"
+        on_host = self.deferred is not None and self.kernels_of == "cpu"
         return states_counted() if on_host else contextlib.nullcontext()
 
     def _let_go(self) -> None:
@@ -638,7 +638,7 @@ class FakeStep:
             loss = self.forward()
         finally:
             tracker.inner_nodes = None
-        if self._kernels_of != "cpu":
+        if self.kernels_of != "cpu":
             inner.run_last(loss)
         return loss
 

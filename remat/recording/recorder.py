@@ -102,6 +102,7 @@ def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) ->
     repeats = Repeats(step) if whole is None else None
     numbers = step.numbers()
     recorder = Recorder(alignment_bytes, step.model.buffers(), step.known)
+    recorder.kernels_of = step.kernels_of
     fixed = step.fix_state(recorder)
     made = ("gradients", OPTIMIZER_STATE, REPEATED_STEP, "running average")  # by the first step itself
     before = sum(size for name, size in fixed.items() if name not in made)

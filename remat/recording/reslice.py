@@ -36,6 +36,7 @@ class HeadCall:
     def run(self, step: FakeStep, form: Form, alignment_bytes: int) -> LossRecord:
         """Record the chunked loss in `form`."""
         recorder = Recorder(alignment_bytes, (), step.known)
+        recorder.kernels_of = step.kernels_of
         with step.in_form(form), step.mode:
             given = [_fake_of(value, step.device) for value in self.given]
             recorder.fix(given)

@@ -24,12 +24,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from remat._torch.recording import DEVICE, memory_format_of, untraced, unwrapped
+from remat._torch.recording import DEVICE, untraced, unwrapped
 from remat._torch.training import UnseenMode
 from remat.capture.kept_tensors import strided_parts
 from remat.evaluation.graph import FROM_HOST, OpKind
 from remat.recording.in_place import InPlace
 from remat.recording.inner_nodes import InnerNodes
+from remat.recording.layouts import laid_out, with_ones_laid_out
 from remat.recording.reserves import with_reserve
 from remat.recording.traffic import moved_bytes, workspace_bytes
 
@@ -45,33 +46,6 @@ _FOLD = torch.ops.aten.col2im.default
 _SET = torch.ops.aten.set_.source_Tensor
 _PRODUCTS = {"aten::mul_", "aten::_foreach_mul_"}
 _MADE_AGAIN = {torch.ops.aten._to_copy.default, torch.ops.aten.lift_fresh.default}  # graph.MADE_AGAIN
-
-# Layouts of results that CPU kernels choose otherwise than their fakes (torch 2.13): the position of the argument whose
-# memory format the first result gets, and operators whose result is laid out as the first argument, or plainly.
-_FORMATS = {
-    torch.ops.aten.native_batch_norm.default: 0,
-    torch.ops.aten.native_batch_norm_backward.default: 1,
-    torch.ops.aten.native_group_norm.default: 0,
-    torch.ops.aten.native_group_norm_backward.default: 1,
-    torch.ops.aten.reflection_pad2d_backward.default: 1,
-    torch.ops.aten.replication_pad2d_backward.default: 1,
-    torch.ops.aten.roll.default: 0,
-    torch.ops.aten.upsample_bicubic2d.default: 0,
-    torch.ops.aten.upsample_bilinear2d.default: 0,
-    torch.ops.aten.upsample_nearest2d.default: 0,
-}
-_STRIDES_OF_FIRST = {
-    torch.ops.aten.elu_backward.default,
-    torch.ops.aten.hardswish_backward.default,
-    torch.ops.aten.hardtanh_backward.default,
-    torch.ops.aten.softplus_backward.default,
-}
-_PLAIN = {torch.ops.aten.log_sigmoid_forward.default, torch.ops.aten.glu_backward.default}
-
-# Of dimensions of size 1, by whose strides a convolution of one channel or one pixel chooses its layout, fakes keep
-# strides that kernels make anew: in views, and in elementwise results of contiguous tensors of one shape.
-_VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
-_KEEP_STRIDES = {torch.ops.aten.clone.default, torch.ops.aten.hardtanh.default}
 
 
 @dataclasses.dataclass
@@ -112,11 +86,13 @@ class Tracker(UnseenMode):
     Only operators that allocate or write are numbered: a view takes neither time nor memory.
 
     alignment_bytes  allocations are rounded up to a multiple of it (512 on CUDA)
+    kernels_of       type of the device whose kernels run, where that is not the fakes' own
     """
 
     def __init__(self, alignment_bytes: int = 1):
         super().__init__()
         self.alignment_bytes = alignment_bytes
+        self.kernels_of = "cuda" if alignment_bytes > 1 else None
         self.storages: list[TrackedStorage] = []
         self.kinds: dict[str, OpKind] = {}
         self.op_kinds: list[int] = []
@@ -191,10 +167,8 @@ class Tracker(UnseenMode):
             return self._answer(args[0])
         if func is _SET:
             self.replaced(args[0])
-        out = _with_ones_laid_out(func, args, func(*args, **kwargs))
+        out = with_ones_laid_out(func, args, laid_out(func, args, func(*args, **kwargs), self.kernels_of))
         out = with_reserve(func, args, _as_kernel(func, args, out))
-        if self.alignment_bytes == 1:  # of a CPU
-            out = _laid_out(func, args, out)
         op = self.op_count
         born = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and self._is_new(t)]
         if not born and not func._schema.is_mutable:
@@ -360,11 +334,11 @@ class Tracker(UnseenMode):
 def _as_kernel(func: Any, args: Any, out: Any) -> Any:
     """Correct `out` to what the real CPU kernel makes, where the fake kernel differs (seen in torch 2.13).
 
-    Normalisation of 16-bit inputs with fp32 weights keeps its statistics in fp32; the gradient of layer normalisation
-    is contiguous whatever the strides of the incoming one. Some losses are reduced into the first of their elements, on
-    every device: the scalar keeps the memory of all (`ATen/native/Loss.cpp`). Folding columns into an image makes a
-    tensor like the columns and shrinks it, which keeps its memory (`Col2Im.cpp`, `Col2Im.cu`). Two results of an
-    operator are two tensors, also the gradients of an LSTM's two biases, which are equal.
+    Normalisation of 16-bit inputs with fp32 weights keeps its statistics in fp32. Some losses are reduced into the
+    first of their elements, on every device: the scalar keeps the memory of all (`ATen/native/Loss.cpp`). Folding
+    columns into an image makes a tensor like the columns and shrinks it, which keeps its memory (`Col2Im.cpp`,
+    `Col2Im.cu`). Two results of an operator are two tensors, also the gradients of an LSTM's two biases, which are
+    equal.
     """
     if func in _REDUCED_IN_PLACE and isinstance(out, FakeTensor) and out.dim() == 0:
         elements = torch.broadcast_shapes(args[0].shape, args[1].shape)
@@ -379,8 +353,6 @@ def _as_kernel(func: Any, args: Any, out: Any) -> Any:
         weight, (value, mean, rstd) = args[_NORMALISATIONS[func]], out
         if weight is not None and mean.numel() and mean.dtype != weight.dtype:
             return value, mean.to(weight.dtype), rstd.to(weight.dtype)
-    elif func is torch.ops.aten.native_layer_norm_backward.default:
-        return (out[0].contiguous(), *out[1:])
     return out
 
 
@@ -391,53 +363,6 @@ def _apart(out: tuple[Any, ...]) -> tuple[Any, ...]:
         torch.empty_like(value) if second and isinstance(value, FakeTensor) else value
         for value, second in zip(out, again, strict=True)
     )
-
-
-def _laid_out(func: Any, args: Any, out: Any) -> Any:
-    """Correct the strides of `out` to those of the real CPU kernel, where the fake kernel differs."""
-    if func in _FORMATS:
-        layout = memory_format_of(args[_FORMATS[func]])
-    elif func in _PLAIN:
-        layout = torch.contiguous_format
-    elif func in _STRIDES_OF_FIRST and args[0].shape == out.shape:
-        return torch.empty_like(args[0], dtype=out.dtype)
-    else:
-        return out
-    if isinstance(out, torch.Tensor):
-        return torch.empty_like(out, memory_format=layout)
-    if func in _FORMATS:
-        return (torch.empty_like(out[0], memory_format=layout), *out[1:])
-    return tuple(tensor.contiguous() for tensor in out)
-
-
-def _with_ones_laid_out(func: Any, args: Any, out: Any) -> Any:
-    """Correct the strides of dimensions of size 1 to those of the real kernel, on any device."""
-    if not isinstance(out, FakeTensor) or 1 not in out.shape:
-        return out
-    if func in _VIEWS:
-        step = args[0].stride(-1) if args[0].dim() else 1
-    elif _is_elementwise_in_order(func, args, out):
-        step = 1
-    else:
-        return out
-    strides: list[int] = []
-    for size, stride in zip(reversed(out.shape), reversed(out.stride()), strict=True):
-        strides.insert(0, step if size == 1 else stride)
-        step = size * strides[0]
-    return out if out.stride() == tuple(strides) else out.as_strided(out.shape, strides)
-
-
-def _is_elementwise_in_order(func: Any, args: Any, out: torch.Tensor) -> bool:
-    """Return whether a kernel passes over contiguous tensors of the result's shape alone (`TensorIterator.cpp`)."""
-    if torch.Tag.pointwise not in func.tags or func._schema.is_mutable or func in _KEEP_STRIDES:
-        return False
-    wrapped = func._overloadname == "Scalar"
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if isinstance(value, torch.Tensor):
-            wrapped |= value.shape != out.shape or not value.is_contiguous()
-        else:
-            wrapped |= isinstance(argument.type, torch.TensorType)  # a number in a tensor's place
-    return not wrapped
 
 
 def _describe(value: Any) -> Any:
