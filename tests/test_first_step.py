@@ -28,7 +28,7 @@ from remat.evaluation.form import chunks_of
 from remat.evaluation.graph import FORWARD_ALONE
 from remat.evaluation.plan import Plan, Region, to_refs
 from remat.execution.apply import apply, counts_of, planned_forward
-from remat.execution.digests import LONGEST, digest_of
+from remat.execution.digests import LONGEST, digest_of, in_memory_order
 from remat.execution.eager.region_tape import RegionWatch
 from remat.execution.first_step import LOCALS, FirstStep
 from remat.execution.modules.search_space import find_module_space
@@ -554,6 +554,39 @@ def test_reentrant_checkpoints_of_a_model_give_no_false_alarm() -> None:
     assert counts_of(model).regions and len(found) == 8 and all(map(torch.equal, found, expected))
 
 
+class Excited(nn.Module):
+    """A convolution, and squeeze-and-excitation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.excite = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.silu(self.conv(x))
+        return x + y * self.excite(F.adaptive_avg_pool2d(y, 1)).sigmoid()
+
+
+def test_a_pooled_value_that_is_saved_gives_no_false_alarm() -> None:
+    """In `channels_last` pooling to one pixel is a mean, whose strides are set in place."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Excited() for _ in range(4)), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def batch(samples: int, _: object) -> Tensor:
+        return torch.randn(samples, 16, 32, 32).to(memory_format=torch.channels_last)
+
+    workload = Workload("excited", build, batch, lambda model, x: model(x).square().mean(), batch_size=8)
+    plan, x = remat.plan(workload, budget="75%step", target="cpu"), batch(8, None)
+    model, planned = build(), apply(build(), plan)
+    for each in (model, planned):
+        workload.step(each, x).backward()
+    assert counts_of(planned).regions
+    for one, other in zip(model.parameters(), planned.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+
+
 class Forces(nn.Module):
     """A potential whose forward calls its backward, between two graphs."""
 
@@ -723,6 +756,17 @@ def test_digests_are_equal_where_all_bits_are(name: str) -> None:
         flat = other.view(-1)
         flat[i] = ~flat[i] if name == "bool" else flat[i] + 1
         assert not digest_of(tensor).is_equal(digest_of(other))
+
+
+@pytest.mark.parametrize("sizes", [(8, 16, 1, 1), (1, 5, 1), (4, 1, 6, 1), (1, 1), (0, 3, 1), (2, 3, 5)])
+def test_strides_of_dimensions_of_size_1_do_not_change_a_digest(sizes: tuple[int, ...]) -> None:
+    tensor = torch.randn(sizes)
+    expected = digest_of(in_memory_order(tensor), signed=True)
+    for of_one in (1, 7, 1000):
+        strides = [of_one if size == 1 else step for size, step in zip(sizes, tensor.stride(), strict=True)]
+        found = digest_of(in_memory_order(tensor.as_strided(sizes, strides)), signed=True)
+        assert found.is_equal(expected)
+        assert found.apart(expected) == 0
 
 
 def test_digests_are_the_same_whatever_device_is_the_default() -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from remat.capture.schemas import relabels
 from remat.errors import RematError
 from remat.execution.eager import region_tape, saving
 from remat.execution.eager.region_tape import Counts, RewriteOptions
@@ -338,6 +339,42 @@ def test_what_a_saved_node_writes_is_final(use: Callable[[Tensor], Tensor], back
         assert counts.recomputed_nodes == 3 * backwards * step
 
 
+VIEWS_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "as_strided_": lambda x: F.dropout(x).as_strided_((4, 125), (250, 2)),
+    "squeeze_": lambda x: F.dropout(x.unsqueeze(1)).squeeze_(1),
+    "swapaxes_": lambda x: F.dropout(x).swapaxes_(0, 1),
+    "t_": lambda x: F.dropout(x).t_(),
+    "transpose_": lambda x: F.dropout(x).transpose_(0, 1),
+    "unsqueeze_": lambda x: F.dropout(x).unsqueeze_(0),
+    "after a write": lambda x: F.dropout(x).mul_(2).t_().add_(1),
+    "pooled": lambda x: F.adaptive_avg_pool2d(
+        F.dropout(x).view(4, 25, 5, 2).contiguous(memory_format=torch.channels_last), 1
+    ),
+}
+
+
+@pytest.mark.parametrize("use", VIEWS_IN_PLACE.values(), ids=VIEWS_IN_PLACE.keys())
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_a_saved_node_gives_back_what_it_made_a_view_in_place(use: Callable[[Tensor], Tensor], backwards: int) -> None:
+    """The sizes and strides of what is kept are those from before."""
+    middle = node(use)
+    rewritten, counts = saving_it(middle, observe=True)
+    for step in (1, 2):
+        assert outcome(rewritten, backwards) == outcome(graph_around(middle), backwards)
+        assert counts.recomputed_nodes == 3 * backwards * step
+
+
+def test_what_changes_sizes_and_strides_but_not_data() -> None:
+    found: set[str] = set()
+    for name in filter(lambda name: name.startswith("aten::"), torch._C._dispatch_get_all_op_names()):
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        func = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+        if func is not None and relabels(func):
+            found.add(packet)
+    views = {"as_strided_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
+    assert found == {*views, "detach_"}
+
+
 # Nodes that need watching only once
 
 WEIGHT, BIAS = torch.randn(250, 250, generator=torch.Generator().manual_seed(1)), torch.ones(250)
@@ -369,6 +406,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pytest.param(F.dropout, 3, id="dropout"),
         pytest.param(lambda x: (x * 2).double().float(), 3, id="casts"),
         pytest.param(lambda x: torch.mul(x, 2).add_(1), 3, id="write"),
+        pytest.param(lambda x: torch.mul(x, 2).t_(), 3, id="view-in-place"),
         pytest.param(lambda x: x.view(4, 250), 3, id="view"),
     ],
 )

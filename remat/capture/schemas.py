@@ -33,6 +33,15 @@ def is_view(func: Any) -> bool:
     return makes_nothing(func) and any(map(_holds_tensor, func._schema.returns))
 
 
+_GIVES_OTHER_MEMORY = {"aten::resize_", "aten::resize_as_", "aten::set_"}
+
+
+@functools.cache
+def relabels(func: Any) -> bool:
+    """Return whether `func` is a view in place, as `as_strided_` and `t_` are: sizes and strides change, not data."""
+    return torch.Tag.inplace_view in func.tags and func._schema.name not in _GIVES_OTHER_MEMORY
+
+
 def calls_view(node: fx.Node) -> bool:
     """Return whether a node of a traced graph calls a view operator."""
     return isinstance(node.target, torch._ops.OpOverload) and is_view(node.target)
@@ -69,6 +78,7 @@ class Traits(NamedTuple):
     """Properties of an operator that a saved node needs; computed once."""
 
     makes_nothing: bool
+    relabels: bool
     writes: bool
     returns: bool
     is_seeded: bool
@@ -77,7 +87,7 @@ class Traits(NamedTuple):
 @functools.cache
 def traits_of(func: Any) -> Traits:
     schema = func._schema
-    return Traits(makes_nothing(func), schema.is_mutable, bool(schema.returns), is_seeded(func))
+    return Traits(makes_nothing(func), relabels(func), schema.is_mutable, bool(schema.returns), is_seeded(func))
 
 
 def draws_random_numbers(func: Any, args: Any, kwargs: Any) -> bool:

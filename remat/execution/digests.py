@@ -95,10 +95,14 @@ def digest_of(tensor: Tensor, *, signed: bool = False) -> Digest:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """Permute the dimensions of `tensor` into memory order, so that it can be read by rows without a copy."""
+    """Permute the dimensions of `tensor` into memory order, so that it can be read by rows without a copy.
+
+    Dimensions of size 1 are left out, since their strides mean nothing: saved and recomputed, they may differ.
+    """
     if tensor.layout is not torch.strided or is_wrapper(tensor):
         return tensor
-    return tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    dense = tensor.detach().squeeze()
+    return dense.permute(sorted(range(dense.dim()), key=dense.stride, reverse=True))
 
 
 def _words(tensor: Tensor) -> Tensor:

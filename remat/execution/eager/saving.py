@@ -3,7 +3,7 @@
 A node is often several operators: casts, views, a product, a sum in place. Each is judged by its schema and by the
 tensors that it returned:
 
-  a view, or a number   runs again: it takes neither time nor memory
+  a view, or a number   runs again: it takes neither time nor memory; also a view in place, which writes no data
   a cast                runs again: autocast may have remembered it in forward, and not now, or the other way round
   a write               is left out where it goes to what is kept, which is final; elsewhere (a cast) it runs again
   everything else       is kept, result by result, and given back without running the operator: tensors that are new,
@@ -26,7 +26,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from remat._torch.training import LeanMode, sharing_versions
-from remat.capture.schemas import makes_nothing, tensors_of, traits_of, written
+from remat.capture.schemas import makes_nothing, relabels, tensors_of, traits_of, written
 from remat.errors import RematError
 
 _CAST = torch.ops.aten._to_copy.default
@@ -181,8 +181,10 @@ class Save(LeanMode):
             self._made.add(storage_of(out))
             return out
         if traits.writes:
-            self.tape.writes = True
+            self.tape.writes = True  # so there is no recipe: it keeps a view, of which autograd refuses a view in place
             self._require_own(func, args, kwargs)
+        if traits.relabels:
+            return out
         if traits.returns:
             self.tape.results.append((func, _encoded(func, out, args, kwargs, self.tape.kept)))
         self.drawn = self.drawn or traits.is_seeded
@@ -316,7 +318,7 @@ class RerunWatch(LeanMode):
         out = func(*args, **kwargs) if kwargs else func(*args)
         if func is _CAST:
             self._made.add(storage_of(out))
-        elif not makes_nothing(func):
+        elif not (makes_nothing(func) or relabels(func)):
             writes = [storage_of(tensor) in self._made for tensor in written(func, args, kwargs)]
             self.found = self.found or not writes or not all(writes)
         return out
@@ -342,7 +344,7 @@ class Replay(LeanMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         traits = traits_of(func)
-        if traits.makes_nothing:
+        if traits.makes_nothing or traits.relabels:
             return func(*args, **kwargs) if kwargs else func(*args)
         if func is _CAST:
             out = func(*args, **kwargs) if kwargs else func(*args)
