@@ -298,6 +298,33 @@ def test_what_is_no_number_of_samples_is_refused(size: Any) -> None:
         Workload("sized", nn.Identity, rows, squared, batch_size=size)
 
 
+def test_a_model_in_place_of_build_is_refused() -> None:
+    with pytest.raises(UsageError, match="`build` must be a function that returns the model, not a model"):
+        Workload("made", nn.Linear(2, 2), rows, squared, batch_size=4)
+
+
+SAMPLES = torch.ones(8, WIDTH)  # of a data set
+
+
+@pytest.mark.parametrize(
+    ("batch", "does"),
+    [
+        pytest.param(lambda samples, _: SAMPLES[:samples], r"uses a tensor at .*test_remedies.py:\d+", id="sliced"),
+        pytest.param(lambda samples, _: torch.zeros_like(SAMPLES), r"uses a tensor at .*.py:\d+", id="alike"),
+        pytest.param(lambda samples, _: rows(samples) - SAMPLES.mean(), r"uses a tensor at .*.py:\d+", id="scaled"),
+        pytest.param(lambda samples, _: SAMPLES, "returns a tensor", id="returned"),
+        pytest.param(lambda samples, _: {"x": (SAMPLES,)}, "returns a tensor", id="in-a-container"),
+    ],
+)
+def test_a_batch_of_tensors_that_it_did_not_make_is_told_to_make_them(batch: Any, does: str) -> None:
+    def step(model: nn.Module, given: Any) -> torch.Tensor:
+        return squared(model, given["x"][0] if isinstance(given, dict) else given)
+
+    told = rf"^`batch` of 'taken' {does} that it did not make\. Let `batch` make its tensors itself, by torch\.zeros"
+    with pytest.raises(CaptureError, match=told):
+        FakeStep(Workload("taken", mlp, batch, step, batch_size=4), device=CPU).forward()
+
+
 def test_a_batch_without_rows_is_refused() -> None:
     workload = Workload("empty", mlp, lambda samples, _: rows(samples)[:0], squared, batch_size=4)
     with pytest.raises(CaptureError, match="`batch` of 'empty' gives tensors without elements for a batch size of 4"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from remat._torch.dynamo import tracebacks_unwritten
@@ -45,7 +45,7 @@ from remat.recording.inner_nodes import InnerNodes
 from remat.recording.kept_here import KeptHere
 from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
-from remat.recording.remedies import describe, line_of, not_a_loss
+from remat.recording.remedies import OWN_BATCH, describe, line_of, not_a_loss, uses_foreign
 from remat.recording.repeated_step import RepeatedStep
 from remat.recording.sequences import sequences_of_known_lengths
 from remat.recording.sources import Sources
@@ -381,7 +381,11 @@ class FakeStep:
         except RematError:
             raise
         except Exception as error:
-            reads = isinstance(error, DataDependentOutputException)  # as a DataLoader does that shuffles
+            if uses_foreign(error):
+                raise CaptureError(
+                    f"`batch` of {self.workload.name!r} uses a tensor{line_of(error)} {OWN_BATCH}"
+                ) from error
+            reads = isinstance(error, DataDependentOutputException)  # as a DataLoader does
             raise CaptureError(
                 f"`batch` of {self.workload.name!r} fails on fake tensors: {describe(error, line_of(error))}."
                 + " Its shapes and dtypes are all that counts: make it with torch.zeros or torch.randint." * reads
@@ -419,6 +423,8 @@ class FakeStep:
                 "A flag in a buffer is known if no forward sets it: let `build` return the model with the flag set."
             ) from error
         except Exception as error:
+            if uses_foreign(error) and not all(isinstance(each, FakeTensor) for each in tensors_of(self.batch)):
+                raise CaptureError(f"`batch` of {self.workload.name!r} returns a tensor {OWN_BATCH}") from error
             raise CaptureError(
                 f"the step of {self.workload.name!r} fails on fake tensors: {describe(error, line_of(error))}."
             ) from error

@@ -51,12 +51,17 @@ def describe(error: BaseException, where: str = "") -> str:
         return _HIGHER_ORDER.format(operator=called[1]) + where
     if ".numpy() is not supported for tensor subclasses" in str(error):
         return _ON_HOST.format(where)
-    if "convert all Tensors to FakeTensors first" in str(error):
+    if uses_foreign(error):
         return f"it uses a tensor{where} that is neither of the model nor of the batch{_FOREIGN_TENSOR}"
     first = _first_line(str(error))
     said = f"{type(error).__name__}: {first}" if first else type(error).__name__
     remedy = _remedy(error, said)
     return f"{said.rstrip('.')}{where}{remedy}" if where or remedy else said
+
+
+def uses_foreign(error: BaseException) -> bool:
+    """Return whether an operator was given a tensor that is no fake."""
+    return "convert all Tensors to FakeTensors first" in str(error)
 
 
 def _first_line(text: str) -> str:
@@ -72,6 +77,10 @@ def _first_line(text: str) -> str:
     return f"{said[: MOST_LETTERS // 2]}...{said[-MOST_LETTERS // 2 :]}"
 
 
+OWN_BATCH = (
+    "that it did not make. Let `batch` make its tensors itself, by torch.zeros or torch.randint: their shapes and "
+    "dtypes are all that counts."
+)
 MOST_LETTERS = 160  # of a message whose first line goes on over others
 
 _FOREIGN_TENSOR = (

@@ -60,6 +60,8 @@ class Workload:
         for field in ("build", "batch", "step"):
             if not callable(getattr(self, field)):
                 raise UsageError(f"workload {self.name!r}: `{field}` must be a function.")
+        if isinstance(self.build, nn.Module):
+            raise UsageError(f"workload {self.name!r}: `build` must be a function that returns the model, not a model.")
         if self.optimizer is not None and not callable(self.optimizer):
             raise UsageError(
                 f"workload {self.name!r}: `optimizer` must be a function of the parameters, as a class of torch.optim "
