@@ -21,10 +21,12 @@ from hypothesis import strategies as st
 from torch import fx, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
+from torch._inductor import compile_fx as compile_fx_module
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen.wrapper import AllocateLine
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
@@ -155,22 +157,32 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.any_device
 @pytest.mark.parametrize("less", [pytest.param(0, id="roomy"), pytest.param(1, id="tight")])
 def test_torch_finds_the_code_that_planning_made_and_would_have_made_the_same(
-    less: int, cuts: list[BudgetPartitioner], sources: list[str]
+    less: int, cuts: list[BudgetPartitioner], sources: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And its cache is written once, with the kernels."""
+    made, generate = [], compile_fx_module.fx_codegen_and_compile
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        made.append(args)
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(compile_fx_module, "fx_codegen_and_compile", noting)
     x, found = batch().to(DEVICE), []
     with fresh_cache():
         remat.compile(built().to(DEVICE), 1 << 40)(x)
     (roomy,) = cuts[-1].cuts.values()
-    for is_off in (False, True):
+    for is_on in (True, False):
         torch._dynamo.reset()
+        made.clear()
         sources.clear()
         counters.clear()
-        with fresh_cache(), inductor_config.patch(fx_graph_cache=not is_off):
+        with fresh_cache(), inductor_config.patch(fx_graph_cache=is_on):
             remat.compile(built().to(DEVICE), roomy.peak_bytes - less)(x)
-        found.append(list(sources))
-        assert counters["inductor"]["fxgraph_cache_hit"] == (0 if is_off else 2)
-    forward, backward = found[0]
-    assert found[1] == [forward, backward]
+            entries = len([*Path(cache_dir()).glob("fxgraph/*/*/*")])
+        found.append((len(made), entries, counters["inductor"]["triton_bundler_save_kernel"] > 0, list(sources)))
+    (times, *kept, code), (times_without, *_, code_without) = found
+    assert times == times_without - 2 and len(code) == 2 and code == code_without
+    assert kept == [2, DEVICE.type == "cuda"]
     assert [cut.choice == cut.default for cut in cuts[-1].cuts.values()] == [less == 0]
 
 

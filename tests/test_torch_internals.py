@@ -1088,9 +1088,14 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
         "choose what a compiled forward saves",
         lambda: inductor.compiling_with(None, dict).__enter__(),
     ),
+    "_inductor.codecache.FxGraphCache": ("compile halves as AOTAutograd will", inductor._HalfCompilers),
+    "_inductor.output_code.CompiledFxGraphConstantsWithGm": (
+        "compile halves as AOTAutograd will",
+        inductor._HalfCompilers,
+    ),
     "_dynamo.backends.common.AotAutograd": (
         "compile halves as AOTAutograd will",
-        lambda: inductor._noting_compilers().__enter__(),
+        lambda: inductor._HalfCompilers().noted().__enter__(),
     ),
     "_functorch.aot_autograd.aot_export_joint_simple": (
         "fuse groups of nodes",

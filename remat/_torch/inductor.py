@@ -73,7 +73,7 @@ def compiling_with(
     Backward is compiled with forward, under the same settings, and not when it first runs. `keeps_buffers` says whether
     freed ones wait for others of their size, by default as Inductor is set. It is no option of the compiler, which
     would put it back. Kernels keep their order where CUDA graphs are on: fewer of these may take a tenth more memory.
-    The partitioner may compile halves as AOTAutograd will, and Inductor's cache then has the code (`compiled_forward`).
+    The partitioner may compile halves as AOTAutograd will, which then finds their code (`compiled_forward`).
     """
     purpose = "choose what a compiled forward saves"
     compiler, config = internal("_inductor.compile_fx", purpose), internal("_inductor.config", purpose)
@@ -87,44 +87,90 @@ def compiling_with(
         config.patch(custom_partitioner_fn=partitioner, allow_buffer_reuse=keeps),
         config.patch({f"triton.{_REORDERS}": False} if hasattr(config.triton, _REORDERS) else {}),
         mock.patch.object(compiler, "select_decomp_table", decomposed),
-        _noting_compilers(),
+        _HalfCompilers().noted(),
     ):
         yield
 
 
-_COMPILERS = contextvars.ContextVar[dict[str, Any]]("compilers of halves")
+class _HalfCompilers:
+    """The compilers of forward and backward that AOTAutograd is given, and what they made while it had a graph cut.
 
+    codes  what Inductor generated, by the keys of its cache, before a kernel is compiled
+    key    that of the half which is being compiled
+    """
 
-@contextlib.contextmanager
-def _noting_compilers() -> Iterator[None]:
-    """Note the compilers of forward and backward that AOTAutograd is given while the context is open."""
-    purpose = "compile halves as AOTAutograd will"
-    graphs, settings = internal("_inductor.graph", purpose), internal("compiler.config", purpose)
-    tracing = internal("_guards.TracingContext", purpose)
-    aot_autograd = internal("_dynamo.backends.common.AotAutograd", purpose)
-    call, noted = aot_autograd.__call__, dict[str, Any]()
+    def __init__(self) -> None:
+        purpose = "compile halves as AOTAutograd will"
+        self._graphs, self._settings = internal("_inductor.graph", purpose), internal("compiler.config", purpose)
+        self._cache = internal("_inductor.codecache.FxGraphCache", purpose)
+        self._compiler = internal("_inductor.compile_fx", purpose)
+        self._constants = internal("_inductor.output_code.CompiledFxGraphConstantsWithGm", purpose)
+        self._tracing = internal("_guards.TracingContext", purpose)
+        self._prepare_key, self._generate = self._cache.prepare_key, self._compiler.fx_codegen_and_compile
+        self.of = dict[str, Any]()
+        self.codes = dict[str, Any]()
+        self.key: str | None = None
 
-    def noting(self: Any, *given: Any, **named: Any) -> Any:
-        for name in ("fw_compiler", "bw_compiler"):
-            noted[name] = self.kwargs[name] = copy.copy(self.kwargs[name])
-            noted[name].compiler_fn = functools.partial(told, noted[name].compiler_fn, name)
-        return call(self, *given, **named)
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note the compilers, and give them what they generated before, while the context is open."""
+        aot_autograd = internal("_dynamo.backends.common.AotAutograd", "compile halves as AOTAutograd will")
+        call = aot_autograd.__call__
 
-    def told(compile_half: Callable[..., Any], name: str, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        """Compile with what the code depends on, and the key of Inductor's cache has not, in that key."""
-        mutated = getattr(tracing.get().fw_metadata, "num_mutated_inp_runtime_indices", 0)
-        beside = graphs.get_donated_idxs() if name == "bw_compiler" else mutated
+        def noting(aot: Any, *given: Any, **named: Any) -> Any:
+            if all(hasattr(aot.kwargs.get(name), "compiler_fn") for name in ("fw_compiler", "bw_compiler")):
+                for name in ("fw_compiler", "bw_compiler"):
+                    self.of[name] = aot.kwargs[name] = copy.copy(aot.kwargs[name])
+                    self.of[name].compiler_fn = functools.partial(self._compile, self.of[name].compiler_fn, name)
+            return call(aot, *given, **named)
+
+        token = _COMPILERS.set(self)
+        try:
+            with (
+                mock.patch.object(aot_autograd, "__call__", noting),
+                mock.patch.object(self._cache, "prepare_key", self._note_key),
+                mock.patch.object(self._compiler, "fx_codegen_and_compile", self._generated),
+            ):
+                yield
+        finally:
+            _COMPILERS.reset(token)
+
+    def _compile(
+        self, compile_half: Callable[..., Any], name: str, graph_module: fx.GraphModule, inputs: Sequence[Any]
+    ) -> Any:
+        """Compile a half; what its code depends on, and the key lacks, is added to the key."""
+        mutated = getattr(self._tracing.get().fw_metadata, "num_mutated_inp_runtime_indices", 0)
+        beside = self._graphs.get_donated_idxs() if name == "bw_compiler" else mutated
         for each in filter(torch.is_tensor, inputs if name == "fw_compiler" else ()):
             vars(each).pop("_is_inductor_static", None)  # left by an earlier try
-        with settings.patch(cache_key_tag=f"{settings.cache_key_tag} {beside}"):
+        with self._settings.patch(cache_key_tag=f"{self._settings.cache_key_tag} {beside}"):
             return compile_half(graph_module, inputs)
 
-    token = _COMPILERS.set(noted)
-    try:
-        with mock.patch.object(aot_autograd, "__call__", noting):
-            yield
-    finally:
-        _COMPILERS.reset(token)
+    def _note_key(self, *given: Any, **named: Any) -> Any:
+        key_info, cache_info = self._prepare_key(*given, **named)
+        self.key = None if key_info is None else key_info[0]
+        return key_info, cache_info
+
+    def keep(self, key: str, code: Any, *_: Any) -> None:
+        """Keep what was generated, in place of Inductor's cache on disk: it has no kernels yet."""
+        self.codes[key] = kept = copy.copy(code)
+        kept.prepare_for_serialization()
+
+    def _generated(self, graph_module: fx.GraphModule, *given: Any, **named: Any) -> Any:
+        """Return what was generated before, with its kernels; generate it where nothing was."""
+        if (kept := None if self.key is None else self.codes.get(self.key)) is None:
+            return self._generate(graph_module, *given, **named)
+        found = copy.copy(kept)
+        found.after_deserialization(self._constants(graph_module))
+        return found
+
+    def keeping(self) -> contextlib.AbstractContextManager[Any]:
+        """Keep what is generated while the context is open."""
+        found: contextlib.AbstractContextManager[Any] = mock.patch.object(self._cache, "_save_graph", self.keep)
+        return found
+
+
+_COMPILERS = contextvars.ContextVar[_HalfCompilers]("compilers of halves")
 
 
 def free_at_once() -> bool:
@@ -161,15 +207,16 @@ def hands_modules_over() -> bool:
 
 
 def keeps_code() -> bool:
-    """Return whether Inductor's cache keeps the code that halves have, which the partitioner of a graph compiles.
+    """Return whether the code that halves have is kept for AOTAutograd, while the partitioner of a graph compiles them.
 
     CUDA graphs are not asked for code that does not run.
     """
-    config = internal("_inductor.config", "compile halves as AOTAutograd will")
-    is_on = config.fx_graph_cache and not (
-        config.force_disable_caches or config.triton.cudagraphs or config.cpp_wrapper
-    )
-    return bool(is_on and _COMPILERS.get(None))
+    purpose = "compile halves as AOTAutograd will"
+    config, compilers = internal("_inductor.config", purpose), _COMPILERS.get(None)
+    if compilers is None or not compilers.of or not config.fx_graph_cache or config.force_disable_caches:
+        return False
+    asks = getattr(internal("_guards.TracingContext", purpose).try_get(), "cudagraph_annotation", None)
+    return not (config.triton.cudagraphs or config.cpp_wrapper or asks)
 
 
 @contextlib.contextmanager
@@ -177,7 +224,7 @@ def loading_modules(load: Callable[..., Any], *, keeps: bool = False) -> Iterato
     """Let `load(key, path, linemap, attrs)` load the modules that Inductor generates.
 
     Modules of templates (FlexAttention's) are loaded as they are, while a graph is lowered: each is a kernel alone.
-    Inductor's cache is neither read nor written, but where it `keeps` code, which must be whole then.
+    Inductor's cache is not written; it is read where code, which must be whole then, is kept for AOTAutograd.
     """
     purpose = "predict what Inductor allocates"
     cache = internal("_inductor.codecache.PyCodeCache", purpose)
@@ -185,13 +232,12 @@ def loading_modules(load: Callable[..., Any], *, keeps: bool = False) -> Iterato
     as_is = cache.load_by_key_path
 
     def load_generated(*given: Any, **named: Any) -> Any:
-        is_template = getattr(virtual.graph, "scheduler", load) is None  # no graph is lowered where the cache has it
+        is_template = getattr(virtual.graph, "scheduler", load) is None  # no graph is lowered for code that is known
         return (as_is if is_template else load)(*given, **named)
 
+    off = {"force_disable_caches": True, "cpp_wrapper": False}
     with (
-        internal("_inductor.config", purpose).patch(
-            {} if keeps else {"force_disable_caches": True, "cpp_wrapper": False}
-        ),
+        _COMPILERS.get().keeping() if keeps else internal("_inductor.config", purpose).patch(off),
         mock.patch.object(cache, "load_by_key_path", load_generated),
     ):
         yield
@@ -338,14 +384,14 @@ Strides = Mapping[str, tuple[Any, ...]]  # of what a compiled forward gives, by 
 def compiled_forward(forward: fx.GraphModule, results: int, static: Sequence[int] = ()) -> tuple[Any, Strides]:
     """Compile a copy of the forward of a joint graph as AOTAutograd would.
 
-    Where Inductor's cache is on, AOTAutograd finds the code there, if no input that a user gives is changed in place.
+    Where `keeps_code`, AOTAutograd finds the code, unless the graph gives changed inputs back to be written in place.
 
     results  how many of those that forward gives are seen by a user: the first
     static   positions of the inputs that stay where they are, such as parameters
     """
     purpose = "predict what Inductor allocates"
     compile_inner = internal("_inductor.compile_fx.compile_fx_inner", purpose)
-    compile_half = _COMPILERS.get()["fw_compiler"] if keeps_code() else compile_inner
+    compile_half = _COMPILERS.get().of["fw_compiler"] if keeps_code() else compile_inner
     reporting = internal("_guards.TracingContext.report_output_strides", purpose)
     internal("_inductor.compile_fx.get_static_input_idxs", purpose)
     compiler = internal("_inductor.compile_fx", purpose)
@@ -365,7 +411,7 @@ def compiled_backward(forward: fx.GraphModule, backward: fx.GraphModule, results
     """
     purpose = "predict what Inductor allocates"
     compile_inner = functools.partial(internal("_inductor.compile_fx.compile_fx_inner", purpose), is_backward=True)
-    compile_half = _COMPILERS.get()["bw_compiler"] if keeps_code() else compile_inner
+    compile_half = _COMPILERS.get().of["bw_compiler"] if keeps_code() else compile_inner
     graphs, donated = internal("_inductor.graph", purpose), _donated(forward, backward, results)
     internal("_inductor.graph.get_donated_idxs", purpose)
     given = [_with_stride(node, strides.get(node.name)) for node in backward.graph.find_nodes(op="placeholder")]

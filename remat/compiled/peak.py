@@ -85,7 +85,7 @@ def halves(
     repeats_draws  whether `backward` is changed where it would draw random numbers in another way than forward
     redraws        seeds with which it would, in the code of similar halves; each one known saves a compilation
     may_fit        whether the bytes are such that the draws matter
-    is_draft       whether the halves will hardly be handed out: Inductor's cache does not keep their code
+    is_draft       whether the halves will hardly be handed out: their code is not kept
 
     Raises RematError where this torch's generated code is not known, and UsageError where bytes depend on data.
     """

@@ -24,6 +24,7 @@ import csv
 import functools
 import io
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -147,7 +148,7 @@ def arguments(kind: KernelKind, device: torch.device) -> tuple[list[Any], dict[s
     if kind.name.startswith("aten._grouped_mm."):
         _spread_groups(made[0])
     if kind.name == "aten.repeat_interleave.Tensor" and len(repeats := made[0][0]):
-        total = made[1].get("output_size") or len(repeats)
+        total = len(repeats) if (size := made[1].get("output_size")) is None else size
         repeats.fill_(total // len(repeats))[0] += total % len(repeats)  # a GPU dies of another sum
     if kind.name.startswith(("aten.masked_scatter.", "aten.masked_scatter_.")) and made[0][0].numel():
         _mask_no_more_than_given(*made[0][:3])
@@ -237,11 +238,11 @@ def _spread_groups(args: list[Any]) -> None:
 
 def _mask_no_more_than_given(changed: torch.Tensor, mask: torch.Tensor, given: torch.Tensor) -> None:
     """Let a mask choose as many elements of `changed` as are `given`, or fewer: a GPU dies of one more."""
-    own = mask.as_strided(
-        (sum((size - 1) * step for size, step in zip(mask.shape, mask.stride(), strict=True)) + 1,), (1,)
-    )
+    steps = [(size, step) for size, step in zip(mask.shape, mask.stride(), strict=True) if step]
+    own = mask.as_strided((sum((size - 1) * step for size, step in steps) + 1,), (1,))
+    has_gaps = len(own) != math.prod(size for size, _ in steps)
     own.fill_(False)
-    own[: min(given.numel() * len(own) // changed.numel(), len(own))] = True
+    own[: 0 if has_gaps else min(given.numel() * len(own) // changed.numel(), len(own))] = True
 
 
 # Time

@@ -46,7 +46,7 @@ class Loaded:
 def without_kernels(*, keeps: bool = False) -> Iterator[Loaded]:
     """Let Inductor compile for fake tensors while the context is open.
 
-    keeps  whether Inductor's cache keeps the code, which is whole then: it takes a third longer
+    keeps  whether the code is kept for AOTAutograd; it is whole then, which takes a third longer
 
     Raises RematError if torch has no hook, or compiled past it: those kernels would read from fake tensors.
     """
