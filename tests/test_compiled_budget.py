@@ -857,7 +857,7 @@ class Misled(Search):
     def saving(self, size: int) -> Choice:
         return Choice(frozenset({str(size)}), 1000 - size, 1000 - size, size, (size,))
 
-    def lower(self, choice: Choice) -> Halves:
+    def lower(self, choice: Choice, *, is_draft: bool = False) -> Halves:
         needed = 3 * choice.kept_bytes // 2
         return self.lowered.setdefault(choice.saved, Halves(needed, needed, needed, {}))
 
@@ -902,7 +902,7 @@ def test_what_exceeds_at_every_limit_is_not_handed_out() -> None:
 class MisledButOnce(Misled):
     """A search with one choice whose code needs what its table says: PyTorch's at one of its ratios."""
 
-    def lower(self, choice: Choice) -> Halves:
+    def lower(self, choice: Choice, *, is_draft: bool = False) -> Halves:
         return Halves(50, 50, 50, {}) if choice.kept_bytes == 50 else super().lower(choice)
 
 
@@ -913,7 +913,7 @@ class MisledButLeast(Misled):
         found = Choice(frozenset({"least"}), 999, 999, 45, (45,))
         return Solved(found, 0.0) if least else super().solve(most_bytes, more, start)
 
-    def lower(self, choice: Choice) -> Halves:
+    def lower(self, choice: Choice, *, is_draft: bool = False) -> Halves:
         return Halves(45, 45, 45, {}) if "least" in choice.saved else super().lower(choice)
 
 

@@ -141,8 +141,9 @@ class _HalfCompilers:
         """Compile a half; what its code depends on, and the key lacks, is added to the key."""
         mutated = getattr(self._tracing.get().fw_metadata, "num_mutated_inp_runtime_indices", 0)
         beside = self._graphs.get_donated_idxs() if name == "bw_compiler" else mutated
-        for each in filter(torch.is_tensor, inputs if name == "fw_compiler" else ()):
-            vars(each).pop("_is_inductor_static", None)  # left by an earlier try
+        for each in inputs if name == "fw_compiler" else ():
+            if isinstance(each, torch.Tensor):
+                each.__dict__.pop("_is_inductor_static", None)  # left by an earlier try
         with self._settings.patch(cache_key_tag=f"{self._settings.cache_key_tag} {beside}"):
             return compile_half(graph_module, inputs)
 
