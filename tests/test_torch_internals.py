@@ -797,6 +797,20 @@ def test_saved_values_are_chosen_and_torchs_own_choices_are_known() -> None:
     torch.testing.assert_close((result, gradient), (given.detach().sin().exp().cos(), expected))
 
 
+def test_code_is_given_to_the_half_whose_key_it_has_and_once() -> None:
+    from torch._inductor import config
+
+    halves = inductor._HalfCompilers()
+    halves._generate = lambda *_: "generated"
+    halves.codes["forward"] = SimpleNamespace(after_deserialization=lambda constants: None)
+    graph = fx.GraphModule({}, fx.Graph())
+    for key, is_off, is_known in (("forward", False, True), ("backward", False, False), ("forward", True, False)):
+        halves.key = key
+        with config.patch(force_disable_caches=is_off):
+            assert (halves._generated(graph) != "generated") == is_known
+            assert halves._generated(graph) == "generated"  # a compilation that has no key
+
+
 def test_a_frame_is_known_when_it_is_compiled_again() -> None:
     seen: list[Any] = []
 

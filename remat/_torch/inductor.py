@@ -96,7 +96,7 @@ class _HalfCompilers:
     """The compilers of forward and backward that AOTAutograd is given, and what they made while it had a graph cut.
 
     codes  what Inductor generated, by the keys of its cache, before a kernel is compiled
-    key    that of the half which is being compiled
+    key    that of the half which is being compiled, until its code is there
     """
 
     def __init__(self) -> None:
@@ -134,6 +134,7 @@ class _HalfCompilers:
                 yield
         finally:
             _COMPILERS.reset(token)
+            self.codes.clear()
 
     def _compile(
         self, compile_half: Callable[..., Any], name: str, graph_module: fx.GraphModule, inputs: Sequence[Any]
@@ -159,7 +160,9 @@ class _HalfCompilers:
 
     def _generated(self, graph_module: fx.GraphModule, *given: Any, **named: Any) -> Any:
         """Return what was generated before, with its kernels; generate it where nothing was."""
-        if (kept := None if self.key is None else self.codes.get(self.key)) is None:
+        key, self.key = self.key, None  # a compilation without a cache has none
+        kept = None if key is None or self._compiler.config.force_disable_caches else self.codes.get(key)
+        if kept is None:
             return self._generate(graph_module, *given, **named)
         found = copy.copy(kept)
         found.after_deserialization(self._constants(graph_module))
