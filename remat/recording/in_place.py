@@ -18,6 +18,9 @@ Rule 4  A linear layer adds its bias to a product by itself where its input is n
         calls it; all that this adds in one dimension is its bias.
 Rule 5  The backward of `binary_cross_entropy_with_logits` writes all that it computes over its first result
         (`binary_cross_entropy_with_logits_backward`, torch/csrc/autograd/FunctionsManual.cpp).
+Rule 6  On a CPU the gradient of the largest element of all is written into zeros that are made before equal elements
+        are counted (`evenly_distribute_backward`, torch/csrc/autograd/FunctionsManual.cpp). Fakes do as CUDA does, and
+        make the result last; the first mask of theirs is taken to be the zeros, less a mask.
 
 Operators are not replaced. One that would be in place is taken to have its first argument's storage over: that ends
 when the operator begins, provided that it is let go before the next operator, which is so if nothing else holds it. A
@@ -51,6 +54,7 @@ _WRITES_INTO_ZEROS = {
     aten.put.default,
 }
 _LOGITS = "BinaryCrossEntropyWithLogitsBackward0"
+_OF_ALL = {f"{name}Backward{number}" for name in ("Max", "Min", "Median", "Nanmedian") for number in (0, 1)}
 _COMPUTES = {aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
 
 _depth = {"model": 0, "attention": 0, "linear": 0}  # backward may run in another thread than forward: not thread-local
@@ -69,6 +73,14 @@ def within(what: str) -> Iterator[None]:
         yield
     finally:
         count(what, -1)
+
+
+def with_zeros(func: Any, args: Any, out: Any) -> Any:
+    """Let the first mask of a gradient by Rule 6 take the zeros' memory."""
+    node = autograd_node() if func is aten.isnan.default and out.dim() and out.device.type == "cpu" else None
+    if node is None or node.name() not in _OF_ALL:
+        return out
+    return out.new_empty(args[0].nbytes - out.nbytes).as_strided(out.shape, out.stride())
 
 
 class InPlace:

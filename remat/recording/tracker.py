@@ -28,7 +28,7 @@ from remat._torch.recording import DEVICE, untraced, unwrapped
 from remat._torch.training import UnseenMode
 from remat.capture.kept_tensors import strided_parts
 from remat.evaluation.graph import FROM_HOST, OpKind
-from remat.recording.in_place import InPlace
+from remat.recording.in_place import InPlace, with_zeros
 from remat.recording.inner_nodes import InnerNodes
 from remat.recording.layouts import laid_out, with_ones_laid_out
 from remat.recording.reserves import with_reserve
@@ -169,6 +169,7 @@ class Tracker(UnseenMode):
             self.replaced(args[0])
         out = with_ones_laid_out(func, args, laid_out(func, args, func(*args, **kwargs), self.kernels_of))
         out = with_reserve(func, args, _as_kernel(func, args, out))
+        out = out if self.kernels_of == "cuda" else with_zeros(func, args, out)
         op = self.op_count
         born = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and self._is_new(t)]
         if not born and not func._schema.is_mutable:
