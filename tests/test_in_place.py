@@ -112,6 +112,10 @@ def attended(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=0.1).sum()
 
 
+def told_apart_by_weight(x: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(x, torch.zeros(WIDTH, WIDTH), pos_weight=torch.ones(WIDTH))
+
+
 def told_apart(x: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(x, torch.zeros(WIDTH, WIDTH), torch.ones(WIDTH))
 
@@ -165,6 +169,7 @@ TOYS = [
     indexed,
     selected,
     attended,
+    told_apart_by_weight,
     largest,
     transposed,
     transposed_by_hand,

@@ -17,7 +17,8 @@ Rule 4  A linear layer adds its bias to a product by itself where its input is n
         context in attention whose batch comes first (`linear`, ATen/native/Linear.cpp). torch's multi-head attention
         calls it; all that this adds in one dimension is its bias.
 Rule 5  The backward of `binary_cross_entropy_with_logits` writes all that it computes over its first result
-        (`binary_cross_entropy_with_logits_backward`, torch/csrc/autograd/FunctionsManual.cpp).
+        (`binary_cross_entropy_with_logits_backward`, torch/csrc/autograd/FunctionsManual.cpp). On fakes C++ holds the
+        results of an expression until the last is there; all but that count as taken over nevertheless.
 Rule 6  On a CPU the gradient of the largest element of all is written into zeros that are made before equal elements
         are counted (`evenly_distribute_backward`, torch/csrc/autograd/FunctionsManual.cpp). Fakes do as CUDA does, and
         make the result last; the first mask of theirs is taken to be the zeros, less a mask.
@@ -27,8 +28,7 @@ when the operator begins, provided that it is let go before the next operator, w
 table of counts of references was rejected: what Python adds to them differs from version to version.
 
 Left out: gradients that arrive from Python's own `autograd.Function`s, within which an operator of theirs looks like
-one of the engine's; there, one gradient too many is predicted, as before. And `pos_weight` of Rule 5: on fakes C++
-holds the first results until the last is there, and two too many are predicted.
+one of the engine's; there, one gradient too many is predicted, as before.
 """
 
 from __future__ import annotations
@@ -81,6 +81,11 @@ def with_zeros(func: Any, args: Any, out: Any) -> Any:
     if node is None or node.name() not in _OF_ALL:
         return out
     return out.new_empty(args[0].nbytes - out.nbytes).as_strided(out.shape, out.stride())
+
+
+def is_held_meanwhile(func: Any) -> bool:
+    """Return whether what `func` takes over may be held for some operators more. (Rule 5)"""
+    return func in _COMPUTES
 
 
 class InPlace:

@@ -28,7 +28,7 @@ from remat._torch.recording import DEVICE, untraced, unwrapped
 from remat._torch.training import UnseenMode
 from remat.capture.kept_tensors import strided_parts
 from remat.evaluation.graph import FROM_HOST, OpKind
-from remat.recording.in_place import InPlace, with_zeros
+from remat.recording.in_place import InPlace, is_held_meanwhile, with_zeros
 from remat.recording.inner_nodes import InnerNodes
 from remat.recording.layouts import laid_out, with_ones_laid_out
 from remat.recording.reserves import with_reserve
@@ -54,6 +54,7 @@ class TrackedStorage:
 
     between  it was made between two operators, and may end before the second
     over     the next operator writes its result over it
+    over_by  the operator that does, if it is held for longer on fakes
     """
 
     size_bytes: int
@@ -62,6 +63,7 @@ class TrackedStorage:
     cast: bool = False
     between: bool = False
     over: bool = False
+    over_by: int = -1
 
 
 class Moment(NamedTuple):
@@ -176,6 +178,8 @@ class Tracker(UnseenMode):
             return out  # a view: no kernel, no memory
         self.op_kinds.append(self._kind(func, args, kwargs, out))
         self._taken_over = self._overwritten(op, func, args, out)
+        if self._taken_over is not None and is_held_meanwhile(func):
+            self._taken_over.over_by = op
         for tensor in born:
             self._follow(tensor, op, cast=func in _MADE_AGAIN)
         if self.scalar_answers and func._schema.name in _PRODUCTS:
@@ -287,8 +291,8 @@ class Tracker(UnseenMode):
 
     @untraced  # between two graphs Dynamo would trace it, for every tracker anew
     def _died(self, key: int, tracked: TrackedStorage, gone: Any) -> None:
-        tracked.over = tracked is self._taken_over
-        last = self.op_count - (2 if tracked.over else 1)
+        tracked.over = tracked is self._taken_over or tracked.over_by >= 0
+        last = tracked.over_by - 1 if tracked.over_by >= 0 else self.op_count - (2 if tracked.over else 1)
         tracked.death = max(last, tracked.birth - tracked.between)
         del self._ids[key], self._ends[key]
 
