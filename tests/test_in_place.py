@@ -179,9 +179,9 @@ TOYS = [
 ]
 
 
-def toy(function: Callable[..., Any]) -> Workload:
+def toy(function: Callable[..., Any], name: str = "") -> Workload:
     return Workload(
-        function.__name__,
+        name or function.__name__,
         lambda: Toy(function),
         lambda batch_size, _: torch.randn(batch_size, WIDTH),
         lambda model, batch: model(batch).sum(),
