@@ -300,7 +300,7 @@ def partition_saving(choose: Callable[[fx.Graph, Any, Callable[[float], list[fx.
     """Return torch's partitioner with another choice of saved values: a function of joint graph, inputs and options.
 
     choose  of the joint graph, what the partitioner knows of its nodes, and what it would save itself at a ratio of its
-            memory budget
+            memory budget; it may ask that later too
     """
     purpose = "choose what a compiled forward saves"
     module = internal("_functorch.partitioners", purpose)
@@ -316,13 +316,14 @@ def partition_saving(choose: Callable[[fx.Graph, Any, Callable[[float], list[fx.
         return list(saved), banned
 
     def chosen(graph: fx.Graph, info: Any, memory_budget: float = 1.0) -> list[fx.Node]:
-        return choose(graph, info, lambda ratio: own(graph, info, memory_budget=ratio))
+        def own_choice(ratio: float) -> list[fx.Node]:
+            with mock.patch.object(module, "solve_min_cut", cut_once):
+                return list(own(graph, info, memory_budget=ratio))
+
+        return choose(graph, info, own_choice)
 
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        with (
-            mock.patch.object(module, "choose_saved_values_set", chosen),
-            mock.patch.object(module, "solve_min_cut", cut_once),
-        ):
+        with mock.patch.object(module, "choose_saved_values_set", chosen):
             forward, backward = min_cut(joint, inputs, **options)
         # As `_copied` makes them: the keys of Inductor's cache know lazy modules from others.
         return fx.GraphModule(forward, forward.graph), fx.GraphModule(backward, backward.graph)

@@ -10,8 +10,9 @@ that no graph takes are not counted. `remat.compile` knows the model.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,21 +147,21 @@ def _compiled(
     is_smaller = step.close_a_smaller(graph_module.graph, example_inputs)
     outside = _outside(asked, example_inputs, step)
 
-    def planned(graph: fx.GraphModule, *, searches: bool = True) -> Callable[..., Any]:
+    def planned(graph: fx.GraphModule, only_if: str = "") -> Callable[..., Any]:
         with step.adding(is_smaller=is_smaller) as key:
             promise = Promise(key, step, asked, outside, graph.graph, example_inputs)
-            ours = _partitioner(asked, outside, step, key, searches)
+            ours = _partitioner(asked, outside, step, key, only_if)
             with compiling_with(ours, chosen_decompositions, keeps_buffers):
                 return promise.kept_by(inductor(graph, example_inputs))
 
     chunked = _chunked(asked, outside, graph_module)
     if chunked is None:
         return planned(graph_module)
-    try:
-        return planned(graph_module, searches=False)
-    except Exception as failure:
-        if not _comes_from_default(failure):
-            raise
+    if chunked.is_likely:  # the whole loss is not traced then, where PyTorch's own choice exceeds in chunks too
+        with _unless_default("exceeds"):
+            return chunked.completing(planned(chunked.module, only_if="exceeds"))
+    with _unless_default("fits"):
+        return planned(graph_module, only_if="fits")
     return chunked.completing(planned(chunked.module))
 
 
@@ -189,11 +190,16 @@ def _chunked(asked: CompileArguments, outside: Outside, graph_module: fx.GraphMo
     return in_chunks(graph_module, asked.budget_bytes - outside.during_graphs)
 
 
-def _comes_from_default(failure: Exception) -> bool:
-    """Return whether a compilation ended because PyTorch's own choice exceeds the budget."""
-    from remat.compiled.partitioner import DefaultExceeds
+@contextlib.contextmanager
+def _unless_default(only_if: str) -> Iterator[None]:
+    """Go on where a compilation ended because PyTorch's own choice does not do what it was for: "fits" or "exceeds"."""
+    from remat.compiled.partitioner import OtherDefault
 
-    return passed_on(failure, DefaultExceeds) is not None
+    try:
+        yield
+    except Exception as failure:
+        if passed_on(failure, OtherDefault) is None:
+            raise
 
 
 def _inductor(mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:
@@ -224,7 +230,7 @@ def _outside(asked: CompileArguments, example_inputs: Sequence[Any], step: Compi
     )
 
 
-def _partitioner(asked: CompileArguments, outside: Outside, step: CompiledStep, key: Any, searches: bool) -> Any:
+def _partitioner(asked: CompileArguments, outside: Outside, step: CompiledStep, key: Any, only_if: str) -> Any:
     from remat.compiled.partitioner import BudgetPartitioner  # which needs OR-tools
 
-    return BudgetPartitioner(asked.budget_bytes, outside, asked.uses, step.cuts, key, searches=searches)
+    return BudgetPartitioner(asked.budget_bytes, outside, asked.uses, step.cuts, key, only_if=only_if)

@@ -71,13 +71,17 @@ class LoweredCuts:
         """Make the table of the graph, and note what PyTorch would save."""
         with without_modes():  # the device's rates are measured where they are not known
             target = find_planning_device(device_of(graph).type).target
-        is_backward = functools.partial(_is_backward, info)
-        joint = joint_of(graph, is_backward, target, reorders=self.reorders, held=self._held(graph))
+        is_backward, held = functools.partial(_is_backward, info), self._held(graph)
+        self._table = functools.partial(joint_of, graph, is_backward, target, held=held)
+        self._own = functools.cache(own)  # what PyTorch would save at a ratio of its memory budget
         self.seeds = {node.name: seed for node in graph.nodes if (seed := seed_of(node)) is not None}
-        self.joint = dataclasses.replace(joint, uses=self.uses)
-        chosen = own(1.0)
-        self.default = judged(self.joint, self.joint.values_of(node.name for node in chosen))
-        return chosen
+        self.joint = dataclasses.replace(self._table(reorders=self.reorders), uses=self.uses)
+        self.default = self._own_choice(1.0)
+        return self._own(1.0)
+
+    def _own_choice(self, ratio: float) -> Choice:
+        """Return what PyTorch would save at a ratio of its memory budget."""
+        return judged(self.joint, self.joint.values_of(node.name for node in self._own(ratio)))
 
     def _held(self, graph: fx.Graph) -> list[fx.Node]:
         """List the results of forward that the caller holds through backward."""
@@ -87,15 +91,7 @@ class LoweredCuts:
     @functools.cached_property
     def portfolio(self) -> list[Choice]:
         """Return the values that PyTorch's own memory budget would save, at every ratio."""
-        found: list[Choice] = []
-
-        def note(graph: fx.Graph, info: Any, own: TorchChoice) -> list[fx.Node]:
-            for nodes in map(own, RATIOS):
-                found.append(judged(self.joint, self.joint.values_of(node.name for node in nodes)))
-            return nodes
-
-        self._partition(note)
-        return found
+        return [self._own_choice(ratio) for ratio in RATIOS]
 
     def cut(self, choice: Choice) -> GraphHalves:
         """Cut into (forward, backward), saving the values of `choice` and those that take nothing."""
@@ -216,13 +212,11 @@ class LoweredCuts:
 
     def follow(self, lowered: Halves) -> None:
         """Give the table the order in which code runs calls, as traced or gradients of weights early. (Rule 7)"""
-        before = self.joint, self.default
         if apart := _disorder(self.joint, lowered):
-            self.reorders = not self.reorders
-            self._partition(self._look)
-            if _disorder(self.joint, lowered) >= apart:
-                self.reorders = not self.reorders
-                self.joint, self.default = before
+            joint = dataclasses.replace(self._table(reorders=not self.reorders), uses=self.uses)
+            if _disorder(joint, lowered) < apart:
+                self.joint, self.reorders = joint, not self.reorders
+                self.default = self._own_choice(1.0)
 
     def save_unread(self, ways: Mapping[str, bool]) -> None:
         """Save random numbers whose draw in a forward's code is not understood, where a checkpoint lets them."""

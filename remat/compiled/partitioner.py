@@ -66,8 +66,8 @@ class Cut:
         )
 
 
-class DefaultExceeds(Exception):
-    """PyTorch's own choice of saved values exceeds the budget."""
+class OtherDefault(Exception):
+    """PyTorch's own choice of saved values exceeds the budget where it should fit, or fits where it should exceed."""
 
 
 class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
@@ -77,7 +77,7 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
     uses          how often a step runs the graph
     cuts          the graphs of the step that were cut, by their keys (`CompiledStep.adding`)
     key           of this graph
-    searches      whether another choice is looked for where PyTorch's own exceeds the budget
+    only_if       "fits" or "exceeds": cut only if PyTorch's own choice does
     """
 
     def __init__(
@@ -88,18 +88,18 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         cuts: dict[Any, Cut] | None = None,
         key: Any = None,
         *,
-        searches: bool = True,
+        only_if: str = "",
     ):
         self.keeps = keeps_joint_graphs()
-        self.budget_bytes, self.outside, self.uses, self.searches = budget_bytes, outside, uses, searches
+        self.budget_bytes, self.outside, self.uses, self.only_if = budget_bytes, outside, uses, only_if
         self.cuts, self.key = {} if cuts is None else cuts, key
 
     def __getstate__(self) -> dict[str, Any]:
         # It is in settings, which are copied.
-        return {"asked": (self.budget_bytes, self.outside, self.uses, self.searches)}
+        return {"asked": (self.budget_bytes, self.outside, self.uses, self.only_if)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        (self.budget_bytes, self.outside, self.uses, self.searches), self.cuts = state["asked"], {}
+        (self.budget_bytes, self.outside, self.uses, self.only_if), self.cuts = state["asked"], {}
         self.key, self.keeps = None, False
 
     def uuid(self) -> Any:
@@ -128,7 +128,7 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
         """Cut into (forward, backward).
 
-        Raises Infeasible where none can keep the budget, NoPlanInTime where none was found, and DefaultExceeds where
+        Raises Infeasible where none can keep the budget, NoPlanInTime where none was found, and OtherDefault where
         none was looked for.
         """
         started = time.monotonic()
@@ -139,8 +139,8 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
         search.on_try = lambda needs: _tell(f"try {len(search.tried)}: {gib(beside + needs)}")
         if not search.has_choice:
             return search.by_default
-        if not self.searches and not search.fits_by_default():
-            raise DefaultExceeds
+        if self.only_if and (self.only_if == "fits") != search.fits_by_default():
+            raise OtherDefault
         if not search.fits_by_default():
             default, known = search.default_bytes
             needed = f"{'' if known else 'more than '}{gib(beside + default)}"
@@ -169,12 +169,12 @@ class BudgetPartitioner(partitioner_class()):  # type: ignore[misc]
     def _require_room_to_step(self, held: int) -> None:
         """Raise Infeasible where the optimizer's step exceeds the budget beside outputs that the loop holds meanwhile.
 
-        Where losses may still run in chunks, there may be fewer of them: DefaultExceeds.
+        Where losses may still run in chunks, there may be fewer of them: OtherDefault.
         """
         if (least := self.outside.while_stepping + held) <= self.budget_bytes:
             return
-        if not self.searches:
-            raise DefaultExceeds
+        if self.only_if == "fits":
+            raise OtherDefault
         raise Infeasible(
             f"the compiled step does not fit {gib(self.budget_bytes)}: the optimizer's step needs {gib(least)}, with "
             f"{gib(held)} of outputs that the loop holds until the next forward returns. {self._fixed}. Raise the "
