@@ -160,6 +160,28 @@ def test_a_mask_that_every_layer_uses_hides_no_cut() -> None:
     assert starts >= {first for first, _ in blocks(graph)[1:]}
 
 
+class TwoCells(nn.Module):
+    """Two LSTM cells, one above the other, whose four states every step hands on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above, self.out = nn.LSTMCell(WIDTH, WIDTH), nn.LSTMCell(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        below, above, outputs = (torch.zeros_like(x[0]),) * 2, (torch.zeros_like(x[0]),) * 2, []
+        for here in x.unbind():
+            below = self.below(here, below)
+            above = self.above(below[0], above)
+            outputs.append(self.out(above[0]))
+        return torch.cat(outputs).square().sum()
+
+
+def test_a_loop_that_carries_several_states_is_cut_between_its_steps() -> None:
+    workload = Workload("cells", TwoCells, lambda n, _: torch.randn(12, n, WIDTH), lambda model, x: model(x), 4)
+    segments = find_space(recorded(workload).graph).segments
+    assert max(each.end - each.first for each in segments) < segments[-1].end / 4
+
+
 def test_blocks_are_the_layers_of_the_model() -> None:
     graph = recorded(TOYS["residual"]).graph
     found = [{graph.nodes[i].module.split(".")[1] for i in range(*block)} for block in blocks(graph)]

@@ -3,6 +3,7 @@
 A *cut* is a position between two nodes where a region may begin or end. Every position where only single tensors
 cross, no context is open and no value is about to be changed in place is legal; the solver is given those where few
 storages cross. In a transformer these are the residual stream's positions between attention and MLP halves.
+Where these would leave much of the forward in one piece, as in a loop that carries several states, more may cross.
 Storages that live through a large part of the forward or are used by many layers (attention masks, rotary tables, an
 encoder's output) are not counted as crossing: they would hide every cut.
 
@@ -15,6 +16,7 @@ these saves and this nesting depth. `Space.about` says so in the plan file.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -32,6 +34,7 @@ MANY_LAYERS = 3
 MOST_SEGMENTS = 200
 SMALLEST_SEGMENT = 0.05  # of the average traffic: smaller ones are merged into a neighbour
 FEWEST_SEGMENTS = 4
+COARSE = 1 / 3  # of the traffic: a segment that has more and can be cut is cut where more storages cross
 _VMAP_NESTING = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
 MOST_INTERVALS = 100_000  # of segments that may be a region: beyond that, the length of a region is limited ...
 SHORTEST_LIMIT = 60  # ... to no less than this
@@ -98,18 +101,19 @@ def find_space(graph: Graph, *, depth: int = DEPTH) -> Space:
     """Find the default space of `graph`."""
     legal = legal_cuts(graph)
     crossing = _crossing(graph)
+    forced = forced_cuts(graph) | {cut for block in blocks(graph) for cut in block}
+    work = _work(graph)
     for most in (1, 2, 3, 10**9):
         cuts = [p for p in legal if len(crossing[p]) <= most]
-        if len(cuts) >= FEWEST_SEGMENTS:
+        if len(cuts) >= FEWEST_SEGMENTS and not _is_coarse(sorted({*cuts, *forced}), legal, work):
             break
-    forced = forced_cuts(graph) | {cut for block in blocks(graph) for cut in block}
     allowed = set(legal)
     plain_nodes = _in_no_region(graph)
 
     def is_plain(first: int, end: int) -> bool:
         return not allowed.issuperset((first, end)) or any(i in plain_nodes for i in range(first, end))
 
-    cuts = _merge_small(graph, sorted({*cuts, *forced}), forced, crossing, is_plain)
+    cuts = _merge_small(graph, sorted({*cuts, *forced}), forced, crossing, is_plain, work)
     segments = tuple(Segment(first, end, is_plain(first, end)) for first, end in itertools.pairwise(cuts))
     depth = 1 if graph.inner else depth  # regions in regions were not looked at where a step differentiates inside
     return Space(segments, saveable(graph), depth, longest=max(MOST_INTERVALS // len(segments), SHORTEST_LIMIT))
@@ -264,25 +268,39 @@ def _crossing(graph: Graph) -> list[frozenset[int]]:
     return [frozenset(storages) for storages in crossing]
 
 
+def _work(graph: Graph) -> Callable[[int, int], int]:
+    """Return what gives the bytes that nodes first..end-1 of the forward read and write."""
+    traffic = np.array([graph.kinds[kind].moved_bytes for kind in graph.op_kind[: graph.forward_end]])
+    total = np.concatenate([[0], np.cumsum(traffic)])
+
+    def work(first: int, end: int) -> int:
+        begin = graph.nodes[first].first if first < len(graph.nodes) else graph.forward_end
+        stop = graph.nodes[end - 1].end
+        return int(total[max(stop, begin)] - total[begin])
+
+    return work
+
+
+def _is_coarse(cuts: list[int], legal: list[int], work: Callable[[int, int], int]) -> bool:
+    """Return whether a segment has much of the work, and could be cut further."""
+    most = COARSE * work(cuts[0], cuts[-1])
+    large = (segment for segment in itertools.pairwise(cuts) if work(*segment) > most)
+    return any(bisect.bisect_right(legal, first) < bisect.bisect_left(legal, end) for first, end in large)
+
+
 def _merge_small(
     graph: Graph,
     cuts: list[int],
     forced: set[int],
     crossing: list[frozenset[int]],
     is_plain: Callable[[int, int], bool],
+    work: Callable[[int, int], int],
 ) -> list[int]:
     """Drop cuts until no segment is much smaller than the average, and there are not too many.
 
     A segment that may be in a region is not merged with one that may not.
     """
-    traffic = np.array([graph.kinds[kind].moved_bytes for kind in graph.op_kind[: graph.forward_end]])
-    total = np.concatenate([[0], np.cumsum(traffic)])
     sizes = graph.storages.size_bytes
-
-    def work(first: int, end: int) -> int:
-        begin = graph.nodes[first].first if first < len(graph.nodes) else graph.forward_end
-        stop = graph.nodes[end - 1].end
-        return int(total[max(stop, begin)] - total[begin])
 
     def bytes_across(position: int) -> int:
         return int(sum(sizes[u] for u in crossing[position]))
