@@ -27,6 +27,7 @@ from remat.capture.holders import GROWN, NUMBER, OTHER, TENSOR, StateLost
 from remat.capture.kept_tensors import KeptTensor
 from remat.capture.model_state import AppendedLists, ModelState, Numbers, SharedState
 from remat.host.weights import _load
+from remat.workload.workload import StepModule
 
 COUNT: dict[str, Any] = {"calls": 0}
 RANDOM = np.random.default_rng(0)
@@ -466,6 +467,82 @@ def test_tensors_beside_parameters_and_buffers_are_known() -> None:
     found = {id(tensor) for tensor in ModelState(model).unregistered}
     expected = [model.plain, model.table["a", 1], model.pair[0], model.queue[0]]
     assert found == {id(tensor) for tensor in expected}
+
+
+GLOBAL = nn.Linear(3, 2).requires_grad_(False)
+
+
+def by_global(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (GLOBAL(x) - model(x)).sum()
+    return loss
+
+
+def by_default(model: nn.Module, x: torch.Tensor, network: nn.Module = GLOBAL) -> torch.Tensor:
+    return by_global(model, x)
+
+
+class Criterion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = GLOBAL
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.network(x).sum()
+
+
+CRITERION = Criterion()
+
+
+def by_criterion(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return CRITERION(x) + model(x).sum()
+
+
+class Training:
+    """An object that a step belongs to, or is; the model that it trains is another's."""
+
+    def __init__(self) -> None:
+        self.network, self.model = GLOBAL, nn.Linear(3, 2)
+
+    def step(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (self.network(x) - model(x)).sum()
+
+    __call__ = step
+
+
+def by_closure() -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    network = GLOBAL
+    return lambda model, x: (network(x) - model(x)).sum()
+
+
+def with_network(network: nn.Module, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (network(x) - model(x)).sum()
+
+
+STEPS: dict[str, Callable[..., torch.Tensor]] = {
+    "global": by_global,
+    "default": by_default,
+    "criterion": by_criterion,
+    "method": Training().step,
+    "object": Training(),
+    "closure": by_closure(),
+    "partial": functools.partial(with_network, GLOBAL),
+}
+
+
+@pytest.mark.parametrize("is_planned", [False, True], ids=["apply", "planned-step"])
+@pytest.mark.parametrize("how", STEPS)
+def test_a_frozen_network_counts_wherever_a_step_has_it(how: str, is_planned: bool) -> None:
+    step, model, mode = STEPS[how], nn.Linear(3, 2), FakeTensorMode()
+    whole = StepModule(model, step) if is_planned else model
+    real = list(GLOBAL.parameters())
+    state = ModelState(whole, data=False, step=None if is_planned else step)
+    assert {id(each) for each in state.unregistered} == {id(each) for each in real}
+    shared = SharedState(whole, mode.from_tensor, step=None if is_planned else step)
+    for _ in range(2):
+        with shared.borrowed(), mode:
+            assert all(isinstance(each, FakeTensor) for each in (*GLOBAL.parameters(), *model.parameters()))
+            assert isinstance(step(model, torch.zeros(1, 3)), FakeTensor)
+        assert all(now is then for now, then in zip(GLOBAL.parameters(), real, strict=True))
 
 
 def test_lists_are_empty_while_a_forward_appends_to_them_and_numbers_are_put_back() -> None:

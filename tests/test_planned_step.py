@@ -20,6 +20,7 @@ from remat.costing.planning_device import find_planning_device
 from remat.errors import PlanMismatch, UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import chunks_of
+from remat.evaluation.graph import STATE
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, counts_of
 from remat.planning.budget import Budget
@@ -212,6 +213,17 @@ def test_a_step_may_be_an_object_that_is_called(step: Any) -> None:
     assert counts_of(planned).regions > 0
     for p, q in zip(model.parameters(), planned.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
+
+
+def test_a_planned_step_counts_the_teacher_of_its_object_and_leaves_it_as_it_is() -> None:
+    step, model = (
+        Distilled(),
+        nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)),
+    )
+    workload = Workload("object", lambda: copy.deepcopy(model), lambda n, _: torch.ones(n, 8), step, batch_size=64)
+    graph = graph_of(workload.with_planned_step())
+    assert graph.fixed_bytes[STATE] == sum(p.nbytes for p in step.teacher.parameters())
+    step(model, workload.batch(64, None)).backward()  # with numbers, not with fakes
 
 
 def test_code_without_a_file_or_a_module_is_planned() -> None:

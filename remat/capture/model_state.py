@@ -7,6 +7,7 @@ training does must leave no trace of it.
 Rule 1  What is reached from the model counts: modules and their hooks, plain objects, containers, what functions close
         over, attributes of the objects' classes, and the globals that the code of those classes and functions names.
         While a step is planned, functions and classes that this code names count too: their tensors are `named`.
+        The step of a `StepModule` is code as well: the program shares the object that it may be.
         The machinery of libraries (loggers, trainers, data sets, devices) is left alone.
 Rule 2  What holds references is noted with those that it holds, and gets them back in place: who refers to the holder
         goes on to.
@@ -26,6 +27,7 @@ import collections
 import contextlib
 import enum
 import functools
+import itertools
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
@@ -61,6 +63,7 @@ from remat.capture.holders import (
     slots_of,
 )
 from remat.capture.kept_tensors import KeptTensor
+from remat.workload.workload import StepModule
 
 MOST_OBJECTS = 100_000  # that are looked into, of those that are reached through code
 LARGEST_BYTES = 1 << 24  # of a tensor or an array that is reached through code
@@ -84,13 +87,16 @@ class ModelState:
         self._homes = {type(module).__module__ for module in model.modules()}
         self._begin(data, {})
         self._buffers = {id(buffer) for buffer in model.buffers()}
+        own = itertools.chain(model.parameters(), model.buffers())
+        self._registered = {id(tensor) for tensor in own}
+        self._with_step = isinstance(model, StepModule)
         with without_modes():
-            self._look_from("", model)
+            self._look_from_own(model)
             self._own, self._own_holders, self._entries = dict(self._seen), len(self._holders), list(self._code)
             own_generators = len(self._generators)
             self._look_into_code()
             if step is not None:
-                self._without_models = True
+                self._without_models = self._with_step = True
                 self._entries.append(("step", as_function(step)))
                 self._code.append(self._entries[-1])
                 self._look_into_code()
@@ -100,8 +106,8 @@ class ModelState:
 
     def _begin(self, data: bool, seen: dict[int, Any]) -> None:
         self._data, self._seen = data, seen  # objects are kept, so that an id stays its own
-        self._without_models = self._is_shared = False
-        self._beside: set[int] = set()  # ids of parameters of modules that a step names
+        self._without_models = self._with_step = self._is_shared = False
+        self._beside: set[int] = set()  # ids of tensors of the modules that a step names and that do not train
         self._holders: list[Holder] = []
         self._generators: list[KeptGenerator] = []
         self._tensors: list[KeptTensor] = []
@@ -124,7 +130,8 @@ class ModelState:
         found._homes = self._homes
         found._begin(self._data, dict(self._own))
         found._code, found._own_holders = list(self._entries), 0
-        found._without_models = self._without_models
+        found._without_models, found._with_step = self._without_models, self._with_step
+        found._registered = self._registered
         with without_modes():
             found._look_into_code()
         found._generators.clear()
@@ -198,7 +205,7 @@ class ModelState:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor that was reached, except parameters of other modules than those beside the model."""
+        """Every tensor that was reached; of parameters, only those of frozen modules that a step names."""
         kept = [tensor.value for tensor in self._tensors]
         return [value for value in kept if not isinstance(value, nn.Parameter) or id(value) in self._beside]
 
@@ -213,6 +220,17 @@ class ModelState:
         return [tensor.value for tensor in self._tensors if id(tensor.value) in self._aside]
 
     # How it is read (Rule 1)
+
+    def _look_from_own(self, model: nn.Module) -> None:
+        """Look from `model`, and not from the step that it may hold as an attribute: that is code, like its globals."""
+        step = vars(model).get("step") if isinstance(model, StepModule) else None
+        if step is None:
+            self._look_from("", model)
+            return
+        self._seen[id(step)] = step
+        self._look_from("", model)
+        del self._seen[id(step)]
+        self._code.append(("step", as_function(step)))
 
     def _look_from(self, name: str, value: Any) -> None:
         waiting = collections.deque(((name, value),))
@@ -247,8 +265,9 @@ class ModelState:
         if (self._without_models and _trains(value)) or (self._is_shared and self._is_data(value)):
             return ()
         self._seen[id(value)] = value
-        if self._without_models and isinstance(value, nn.Module):
-            self._beside |= {id(parameter) for parameter in value.parameters()}
+        if self._with_step and self._is_shared and isinstance(value, nn.Module) and not _trains(value):
+            found = itertools.chain(value.parameters(), () if self._data else value.buffers())
+            self._beside |= {id(tensor) for tensor in found} - self._registered
         if isinstance(value, torch.Tensor):
             self._tensors.append(KeptTensor(name, value, self._data))
             if self._is_aside:
