@@ -16,15 +16,17 @@ from remat._torch.training import without_modes
 
 
 class KeptGenerator:
-    """A generator, and the state that it had."""
+    """A generator, and the state that it had: of torch's as bytes, which are no tensor beside those of a step."""
 
     name = "a generator"
 
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]):
-        self._put, self._was = put, get()
+        self._put, was = put, get()
+        self._is_tensor = isinstance(was, torch.Tensor)
+        self._was = was.numpy().tobytes() if self._is_tensor else was
 
     def put_back(self) -> None:
-        self._put(self._was)
+        self._put(torch.frombuffer(bytearray(self._was), dtype=torch.uint8) if self._is_tensor else self._was)
 
 
 def generator_of(value: Any) -> KeptGenerator | None:

@@ -23,6 +23,11 @@ class KeptTensor:
         self._data = value.detach().to("cpu", copy=True) if data and not is_parameter else None
         self._alias = None if self._data is None or value.layout is not torch.strided else value.detach()
 
+    @property
+    def has_copy_beside(self) -> bool:
+        """Whether its data has a copy on the same device: on a CPU."""
+        return self._data is not None and self.value.device.type == "cpu"
+
     def has_changed(self) -> bool:
         if self._data is not None:
             return self._is_other

@@ -137,6 +137,11 @@ class ModelState:
         found._generators.clear()
         return found
 
+    def keep_changed(self) -> None:
+        """Let go of copies that take memory of the model's device, where their tensors are as they were."""
+        with without_modes():
+            self._tensors = [each for each in self._tensors if not each.has_copy_beside or each.has_changed()]
+
     def put_back(self) -> None:
         """Restore the state. Raises StateLost, naming what could not be restored, after restoring everything else."""
         failures: list[tuple[str, Exception]] = []

@@ -240,7 +240,9 @@ def _untouched(
     try:
         with without_cache(model), under(), _casts_forgotten(), parameters:
             args, kwargs = arguments.copied()
-            return _seen(model, forward(*args, **kwargs), rows, reached=torch.is_grad_enabled())
+            seen = _seen(model, forward(*args, **kwargs), rows, reached=torch.is_grad_enabled())
+        before.keep_changed()
+        return seen
     except _HeadReached:
         return _Observation({}, rows, None)
     finally:

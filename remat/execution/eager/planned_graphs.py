@@ -444,6 +444,8 @@ class PlannedGraphs(PlannedForward):
                 return graph_module.forward(*args)
             self._fitting[call, id(graph_module)] = graph_module
             running.at.fits = True
+            if call + 1 == running.now.forward.first + running.now.forward.calls:
+                running.before = None  # the model is complete, and copies would be there beside all that is saved
         return self.calls(call, graph_module, args)
 
     def _complete_first(self, running: RunningForward, call: int) -> None:
