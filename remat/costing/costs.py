@@ -122,9 +122,13 @@ def with_library_workspaces(graph: Graph, target: Target, costs: Costs | None = 
 
 
 def with_forward_alone(graph: Graph, costs: Costs) -> Graph:
-    """Count the workspaces of kernels in what the forward of `graph` takes by itself, which records say without."""
-    alone_bytes = forward_alone_bytes(graph, costs.workspace_per_op(graph))
-    return dataclasses.replace(graph, about={**graph.about, FORWARD_ALONE: alone_bytes})
+    """Count the workspaces of kernels, and what Python's names keep, in what the forward of `graph` takes by itself.
+
+    Where the untraced forward is not known, names keep all that is made.
+    """
+    workspaces, known = costs.workspace_per_op(graph), graph.alone_bytes
+    traced = forward_alone_bytes(graph, workspaces, frees=len(known) > 0)
+    return dataclasses.replace(graph, about={**graph.about, FORWARD_ALONE: max(traced, int(known.max(initial=0)))})
 
 
 def assumptions(graph: Graph, target: Target) -> dict[str, Any]:

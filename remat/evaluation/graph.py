@@ -262,6 +262,7 @@ class Graph:
     first_step_bytes   most bytes alive while the optimizer runs for the first time, and makes its state; 0: not known
     untraced_bytes     alive during every operator of the same step without a trace (`untraced.py`), including fixed
                        bytes and workspaces; empty: not known
+    alone_bytes        likewise, made by its forward where nothing is kept for backward: all ways to run it so in turn
     held_outputs       tensors of the step before that this one replaces, as (bytes, operators before which they exist):
                        outputs that the loop still holds, and state of the model itself
     inner              backwards within the forward; empty in nearly every step
@@ -282,6 +283,7 @@ class Graph:
     first_step_bytes: int = 0
     gathered: tuple[int, ...] = ()
     untraced_bytes: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    alone_bytes: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     held_outputs: tuple[tuple[int, int], ...] = ()
     inner: InnerBackward = dataclasses.field(default_factory=InnerBackward)
 
@@ -377,6 +379,7 @@ class Graph:
             "first_step_bytes": self.first_step_bytes,
             "gathered": list(self.gathered),
             "untraced_bytes": self.untraced_bytes.tolist(),
+            "alone_bytes": self.alone_bytes.tolist(),
             "held": [list(row) for row in self.held_outputs],
             **({"inner": _columns_to_json(self.inner)} if self.inner else {}),
         }
@@ -400,6 +403,7 @@ class Graph:
             first_step_bytes=data.get("first_step_bytes", 0),
             gathered=tuple(data.get("gathered", ())),
             untraced_bytes=np.array(data.get("untraced_bytes", ()), dtype=np.int64),
+            alone_bytes=np.array(data.get("alone_bytes", ()), dtype=np.int64),
             held_outputs=tuple((size, until) for size, until in data.get("held", ())),
             inner=InnerBackward(**_columns_from_json(data.get("inner", {}))),
         )
@@ -417,15 +421,18 @@ def _columns_from_json(columns: dict[str, list[int]]) -> dict[str, np.ndarray]:
     return {name: np.array(values, dtype=np.int64) for name, values in columns.items()}
 
 
-def forward_alone_bytes(graph: Graph, workspace_bytes: np.ndarray | None = None) -> int:
+def forward_alone_bytes(graph: Graph, workspace_bytes: np.ndarray | None = None, *, frees: bool = True) -> int:
     """Return the peak bytes that the forward of `graph` allocates if autograd keeps nothing.
 
     workspace_bytes  of every operator's kernel, where known
+    frees            whether values are freed behind their last use; otherwise at the end
     """
     change, found = np.zeros(graph.forward_end + 2, dtype=np.int64), graph.storages
     made = found.birth < graph.forward_end
     np.add.at(change, found.birth[made], found.size_bytes[made])
     last = found.death[made] + found.over[made]  # verified under a mode, where nothing is written over its argument
+    if not frees:
+        last = np.full_like(last, graph.forward_end)
     np.subtract.at(change, np.minimum(last, graph.forward_end) + 1, found.size_bytes[made])
     alive = np.cumsum(change)
     if workspace_bytes is not None:

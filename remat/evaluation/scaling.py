@@ -92,8 +92,12 @@ class Family:
         # Storages of the untraced step are not known one by one: rounding adds as much there as at the traced peak.
         more = Memory(rounded).peak_without_regions - Memory(bare).peak_without_regions
         untraced_bytes = line(low.untraced_bytes, high.untraced_bytes) + more
-        alone = {FORWARD_ALONE: forward_alone_bytes(rounded)} if FORWARD_ALONE in low.about else {}
-        return dataclasses.replace(rounded, untraced_bytes=untraced_bytes, about={**rounded.about, **alone})
+        traced_bytes = forward_alone_bytes(rounded)
+        alone_bytes = line(low.alone_bytes, high.alone_bytes) + max(traced_bytes - forward_alone_bytes(bare), 0)
+        alone = {FORWARD_ALONE: traced_bytes} if FORWARD_ALONE in low.about else {}
+        return dataclasses.replace(
+            rounded, untraced_bytes=untraced_bytes, alone_bytes=alone_bytes, about={**rounded.about, **alone}
+        )
 
     def _rounded(self, sizes: np.ndarray) -> np.ndarray:
         return -(-sizes // self.alignment_bytes) * self.alignment_bytes
@@ -128,6 +132,7 @@ def _structure(graph: Graph) -> tuple[Any, ...]:
         graph.gathered,
         tuple(graph.fixed_bytes),
         len(graph.untraced_bytes),
+        len(graph.alone_bytes),
         tuple(until for _, until in graph.held_outputs),
     )
 

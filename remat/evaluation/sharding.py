@@ -34,7 +34,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.graph import OPTIMIZER_STATE, Graph, Parameter, Storages, block_of
+from remat.evaluation.graph import OPTIMIZER_STATE, Graph, Parameter, Storages, block_of, forward_alone_bytes
 from remat.workload.training_loop import TrainingLoop
 
 ROOT = None  # the unit outside layers
@@ -67,7 +67,10 @@ def shard(graph: Graph, loop: TrainingLoop) -> Graph:
     )
     # Local variables hold no state: untraced, the share grows by as many bytes as the whole.
     less = Memory(graph).peak_without_regions - Memory(share_of_it).peak_without_regions
-    return dataclasses.replace(share_of_it, untraced_bytes=graph.untraced_bytes - less)
+    more = max(forward_alone_bytes(share_of_it) - forward_alone_bytes(graph), 0)
+    return dataclasses.replace(
+        share_of_it, untraced_bytes=graph.untraced_bytes - less, alone_bytes=graph.alone_bytes + more
+    )
 
 
 def share(size_bytes: int, ranks: int) -> int:

@@ -8,7 +8,8 @@ buffers as it left them; and in the backward that follows, regions have to recom
 
 Rule 1  The untouched forward makes a graph as training does, and keeps nothing that the graph saves: what code does
         without gradients may be something else. It takes less than the planned forward does, but for values that a plan
-        never has at once, such as logits. Where the budget has no room for those, it ends in front of the head, and
+        never has at once: logits, what Python's names keep, what a gradient of the forward's own needs. Planning has
+        recorded how much (`untraced.py`). Where the budget has no room for that, it ends in front of the head, and
         what the head is given is compared; where there is no such place, nothing is, and that is said.
 Rule 2  Values are compared bit by bit. A plan that announces other roundings (slices, fused groups, masks that a
         batch would do without) may be as far away as they explain. Where a device does not repeat itself, the
@@ -23,7 +24,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -43,7 +44,7 @@ from remat.capture.written_parameters import NoRoom, WrittenParameters
 from remat.chunking.chunked_loss import Watch
 from remat.errors import FirstStepMismatch, is_out_of_memory
 from remat.evaluation.form import CAPTURED_FORM, form_of
-from remat.evaluation.graph import FORWARD_ALONE, OPTIMIZER_STATE
+from remat.evaluation.graph import FORWARD_ALONE, OPTIMIZER_STATE, STATE
 from remat.evaluation.plan import Plan
 from remat.execution.digests import Digest, digest_of
 from remat.execution.eager.region_tape import RegionWatch
@@ -55,7 +56,6 @@ from remat.workload.held_outputs import output_tensors, parameters_reached
 
 NEAR = {False: 1e-3, True: 0.1}  # of a norm, by whether the step rounds to 16 bits: distances that rounding explains
 NOISE = 4.0
-LOCALS = 1.35  # memory of an untraced forward over the traced one's: local variables of Python keep values
 
 _NOTHING_SAVED = "nothing was saved for a backward"
 Forward = Callable[..., Any]
@@ -163,7 +163,7 @@ class FirstStep:
             return f"a forward more would change `{once[0]}` of the model for good: it cannot be put back"
         failures: list[Exception] = []
         run = functools.partial(_untouched, self._model, before, forward, given, heads, room_bytes)
-        for under in (_saving_nothing, torch.no_grad):  # the first forbids to differentiate inside
+        for under in WAYS_ALONE:
             try:
                 narrow = self._plan.about.get("autocast") or _are_narrow(self._model)
                 again = functools.partial(_again, self._model, before, functools.partial(run, under))
@@ -173,7 +173,7 @@ class FirstStep:
             except NoRoom:
                 return self._no_room
             except Exception as error:
-                failures.append(error)
+                failures.append(_without_frames(error))
         if any(_NOTHING_SAVED in str(error) for error in failures):
             return "the forward differentiates inside, and without the plan that takes the memory which a plan saves"
         return f"the forward without the plan {_said_of(failures[-1])}"
@@ -192,18 +192,16 @@ class FirstStep:
             return math.inf if self._form == CAPTURED_FORM else -1
         there = [*self._model.parameters(), *self._model.buffers()]
         there += [p.grad for p in self._model.parameters() if p.is_leaf and p.grad is not None]
-        there += self._copied()
+        beside = ModelState(self._model, data=False).unregistered
         planned = self._plan.predicted.get("breakdown", {})
-        state_bytes = sum(part.nbytes for tensor in there for part in strided_parts(tensor))
+        state_bytes = _bytes_of(there) + max(_bytes_of(beside), planned.get(STATE, 0))
+        if all(p.device.type == "cpu" for p in self._model.parameters()):  # where copies take as much again
+            state_bytes += _bytes_of(self._model.buffers()) + _bytes_of(
+                t for t in beside if not isinstance(t, nn.Parameter)
+            )
         state_bytes += planned.get(OPTIMIZER_STATE, 0) + 2 * planned.get("batch", 0)
         room_bytes = max(self._plan.budget_bytes, self._plan.predicted["peak_bytes"])
-        return room_bytes - state_bytes - LOCALS * needed_bytes
-
-    def _copied(self) -> list[Tensor]:
-        """List what is copied beside the arguments and takes as much again: tensors of a model on the CPU."""
-        if any(p.device.type != "cpu" for p in self._model.parameters()):
-            return []
-        return [*self._model.buffers(), *ModelState(self._model, data=False).unregistered]
+        return room_bytes - state_bytes - needed_bytes
 
     def _linear_heads(self) -> list[nn.Module]:
         """List the modules that compute the logits of chunked losses, each as often as it does so."""
@@ -238,7 +236,7 @@ def _untouched(
     arguments, parameters = _Arguments(given), WrittenParameters(model, max(room_bytes, 0))
     handles = [head.register_forward_pre_hook(note) for head in set(heads)]
     try:
-        with without_cache(model), under(), _casts_forgotten(), parameters:
+        with without_cache(model), under(), casts_forgotten(), parameters:
             args, kwargs = arguments.copied()
             seen = _seen(model, forward(*args, **kwargs), rows, reached=torch.is_grad_enabled())
         before.keep_changed()
@@ -255,7 +253,7 @@ def _untouched(
 
 
 @contextlib.contextmanager
-def _casts_forgotten() -> Iterator[None]:
+def casts_forgotten() -> Iterator[None]:
     """Let autocast forget the casts made within, which no backward may use, and keep those that the step shares."""
     enable, before = torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()
     enable(False)
@@ -315,13 +313,16 @@ def _tensors(given: Any) -> list[Tensor]:
     return [leaf for leaf in flat if isinstance(leaf, Tensor) and not is_wrapper(leaf) and not leaf.is_inference()]
 
 
-def _saving_nothing() -> contextlib.AbstractContextManager[Any]:
+def saving_nothing() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which autograd builds its graph and saves nothing."""
 
     def refuse(saved: None) -> Tensor:
         raise RuntimeError(_NOTHING_SAVED)
 
     return saved_tensors_hooks(lambda tensor: None, refuse)
+
+
+WAYS_ALONE = (saving_nothing, torch.no_grad)  # to run a forward, in turn; the first forbids to differentiate inside
 
 
 def _seen(model: nn.Module, outputs: Any, heads: Sequence[Digest], *, reached: bool) -> _Observation:
@@ -400,8 +401,20 @@ class _ForwardComparison:
         return {name: self.expected.values[name].apart(again.values[name]) for name in both}
 
 
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(part.nbytes for tensor in tensors for part in strided_parts(tensor))
+
+
 def _are_narrow(model: nn.Module) -> bool:
     return any(p.is_floating_point() and p.element_size() < 4 for p in model.parameters())
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Let go of what the frames of `error` hold: values of a forward that has failed."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__, each = None, each.__cause__ or each.__context__
+    return error
 
 
 def _said_of(error: Exception) -> str:

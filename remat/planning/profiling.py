@@ -94,7 +94,7 @@ def profile_step(
     require_argument("on_progress", on_progress, Callable | None, "a function of the numbers done and in all")
     found = record(step, alignment_bytes=place.target.alignment_bytes)
     whole, costs = _costed(found, place, on_progress=on_progress)
-    whole = with_untraced(with_forward_alone(whole, costs), step, costs, place.target, place.device)
+    whole = with_forward_alone(with_untraced(whole, step, costs, place.target, place.device), costs)
     return _profile(whole, costs, step, place)
 
 

@@ -264,6 +264,25 @@ class FakeStep:
         with self._on_fakes(), self.untraced():
             self.forward()
 
+    def run_alone(self, tracker: Tracker, way: Callable[[], contextlib.AbstractContextManager[Any]]) -> bool | None:
+        """Run one more forward untraced under `tracker`, in the context `way`, and restore the state.
+
+        Return whether it came to its end; None if it changes something for good, and did not run.
+        """
+        with self._on_fakes(), self.untraced():
+            before = self.state()
+            if before.only_once:
+                return None
+            self.fix_state(tracker)
+            try:
+                with tracker, way():
+                    self.forward()
+                return True
+            except CaptureError:
+                return False
+            finally:
+                before.put_back()
+
     @contextlib.contextmanager
     def between_steps(self, tracker: Tracker) -> Iterator[None]:
         """Enter the context of a loop's work between steps without gradients, under `tracker`; nothing is traced."""
