@@ -93,7 +93,8 @@ class Family:
         more = Memory(rounded).peak_without_regions - Memory(bare).peak_without_regions
         untraced_bytes = line(low.untraced_bytes, high.untraced_bytes) + more
         traced_bytes = forward_alone_bytes(rounded)
-        alone_bytes = line(low.alone_bytes, high.alone_bytes) + max(traced_bytes - forward_alone_bytes(bare), 0)
+        most = max(traced_bytes - forward_alone_bytes(bare), more, 0)  # its own gradients may keep what a trace frees
+        alone_bytes = line(low.alone_bytes, high.alone_bytes) + most
         alone = {FORWARD_ALONE: traced_bytes} if FORWARD_ALONE in low.about else {}
         return dataclasses.replace(
             rounded, untraced_bytes=untraced_bytes, alone_bytes=alone_bytes, about={**rounded.about, **alone}
