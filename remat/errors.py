@@ -52,7 +52,8 @@ class Infeasible(RematError):
     """No plan fits the budget, and this is proved.
 
     Attributes:
-        minimum_budget_bytes: The least budget that a plan keeps; None if unknown.
+        minimum_budget_bytes: The least budget that a plan is known to keep; None if unknown. The message says if a
+            smaller one may do.
         breakdown: Bytes at the peak of that plan, by category.
 
     Example:

@@ -100,7 +100,7 @@ def plan(
         share of the step's.
 
     Raises:
-        Infeasible: No plan fits; `minimum_budget_bytes` is the least budget that does.
+        Infeasible: No plan fits; `minimum_budget_bytes` is the least budget for which a plan is known.
         NoPlanInTime: The time limit came first.
         CaptureError: The model cannot be captured.
         UsageError: An argument is wrong, or two contradict each other.
