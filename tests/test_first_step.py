@@ -688,7 +688,7 @@ def test_the_untouched_forward_needs_what_is_predicted(how: str) -> None:
     first_step, batch, found = planned_forward(model).first_step, workload.batch(workload.batch_size, 64), []
     given: Any = ((batch,), {}) if isinstance(batch, Tensor) else (batch, {})
     for _ in range(2):  # what torch makes once is made
-        rise = measure_peak(lambda: found.append(first_step._prepared(planned_forward(model).original, given)), CPU)
+        rise = measure_peak(lambda: found.append(first_step._prepared(0, planned_forward(model).original, given)), CPU)
     assert not isinstance(found[-1], str)
     copied = sum(tensor.nbytes for tensor in given[0])
     assert rise - copied == pytest.approx(plan.about[FORWARD_ALONE], rel=0.01)
@@ -708,6 +708,45 @@ def test_without_room_for_what_the_untouched_forward_keeps_the_budget_holds(how:
     model.zero_grad()
     peaks.append(there + measure_peak(lambda: run(model, x).backward(), CPU))
     assert peaks[0] == peaks[1] <= plan.budget_bytes
+
+
+class Widened(nn.Module):
+    """A head that names what it makes, wider than all before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(4)])
+        self.wide, self.out = nn.Linear(64, 256), nn.Linear(256, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        wide = self.wide(x)
+        grown = wide.exp()
+        small = torch.log1p(grown)
+        least = small.tanh()
+        found: Tensor = self.out(least * grown + wide)
+        return found
+
+
+def _pulled_together(model: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
+    one, other = map(model, pair)
+    return (one - other.roll(1, 0)).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:the first step under the plan is not verified")
+def test_the_first_step_keeps_the_budget_where_an_earlier_forward_of_it_has_saved() -> None:
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    make = lambda n, _: (torch.rand(n, 64), torch.rand(n, 64))  # noqa: E731
+    workload = Workload("pairs", Widened, make, _pulled_together, batch_size=1024, optimizer=sgd)
+    with pytest.raises(remat.Infeasible) as refused:
+        remat.plan(workload, budget=1, target="cpu", numerics="bitwise")
+    plan = remat.plan(
+        workload, budget=int(1.15 * (refused.value.minimum_budget_bytes or 0)), target="cpu", numerics="bitwise"
+    )
+    model, pair = apply(Widened(), plan), workload.batch(1024, None)
+    there = sum(tensor.nbytes for tensor in (*model.parameters(), *pair))
+    rise = measure_peak(lambda: _pulled_together(model, pair).backward(), CPU)
+    assert there + rise <= plan.budget_bytes
 
 
 class Table(nn.Module):
@@ -784,7 +823,7 @@ def test_all_that_verifying_takes_is_counted(build: Callable[[], nn.Module]) -> 
         tight = dataclasses.replace(plan, budget_bytes=budget_bytes, predicted={**plan.predicted, "peak_bytes": 0})
         model, found = apply(workload.build(), tight), []
         first_step, run = planned_forward(model).first_step, planned_forward(model).original
-        rises.append(measure_peak(lambda: found.append(first_step._prepared(run, ((x,), {}))), CPU))
+        rises.append(measure_peak(lambda: found.append(first_step._prepared(0, run, ((x,), {}))), CPU))
         return found[0]
 
     model = workload.build()
@@ -800,7 +839,7 @@ def test_all_that_verifying_takes_is_counted(build: Callable[[], nn.Module]) -> 
 def test_without_room_for_logits_the_forward_ends_in_front_of_them(
     spoiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FirstStep, "_room_bytes", lambda self: -1)
+    monkeypatch.setattr(FirstStep, "_room_bytes", lambda self, number: -1)
     if spoiler:
         SPOILT[spoiler].spoil(monkeypatch)
     with pytest.raises(FirstStepMismatch) if spoiler else contextlib.nullcontext():
@@ -812,7 +851,7 @@ def test_without_room_for_logits_the_forward_ends_in_front_of_them(
 def test_without_room_a_head_that_runs_twice_is_compared_where_its_losses_are(
     loss: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FirstStep, "_room_bytes", lambda self: -1)
+    monkeypatch.setattr(FirstStep, "_room_bytes", lambda self, number: -1)
     torch.manual_seed(0)
     step(Language().train(), remat.planned_step(loss, in_slices(loss)), OUTSIDE)
     SPOILT["rows-of-another"].spoil(monkeypatch)
@@ -821,7 +860,7 @@ def test_without_room_a_head_that_runs_twice_is_compared_where_its_losses_are(
 
 
 def test_without_any_room_it_says_so_and_compares_what_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FirstStep, "_room_bytes", lambda self: -1)
+    monkeypatch.setattr(FirstStep, "_room_bytes", lambda self, number: -1)
     model, run = planned(TRANSFORMER, "every-block")
     SPOILT["drawn-anew"].spoil(monkeypatch)
     with pytest.warns(UserWarning, match="is not verified: .* no room"), pytest.raises(FirstStepMismatch):

@@ -25,7 +25,7 @@ from remat.capture.copies import copied
 from remat.capture.generators import generators_kept as kept
 from remat.capture.holders import GROWN, NUMBER, OTHER, TENSOR, StateLost
 from remat.capture.kept_tensors import KeptTensor
-from remat.capture.model_state import AppendedLists, ModelState, Numbers, SharedState
+from remat.capture.model_state import LARGEST_BYTES, AppendedLists, ModelState, Numbers, SharedState
 from remat.host.weights import _load
 from remat.workload.workload import StepModule
 
@@ -543,6 +543,16 @@ def test_a_frozen_network_counts_wherever_a_step_has_it(how: str, is_planned: bo
             assert all(isinstance(each, FakeTensor) for each in (*GLOBAL.parameters(), *model.parameters()))
             assert isinstance(step(model, torch.zeros(1, 3)), FakeTensor)
         assert all(now is then for now, then in zip(GLOBAL.parameters(), real, strict=True))
+
+
+@pytest.mark.parametrize("as_step", [lambda banked: banked, lambda banked: banked.step], ids=["object", "method"])
+def test_a_large_bank_of_a_planned_steps_object_is_its_state(as_step: Callable[[Any], Callable[..., Any]]) -> None:
+    banked = Training()
+    banked.bank = torch.zeros(LARGEST_BYTES // 4 + 1)  # type: ignore[attr-defined]
+    state = ModelState(StepModule(nn.Linear(3, 2), as_step(banked)))
+    banked.bank.add_(1)  # type: ignore[attr-defined]
+    state.put_back()
+    assert not banked.bank.any()  # type: ignore[attr-defined]
 
 
 def test_lists_are_empty_while_a_forward_appends_to_them_and_numbers_are_put_back() -> None:

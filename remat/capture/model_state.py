@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from remat._torch.training import without_modes
 from remat.capture.cached_functions import CACHED, forget_fakes, forget_tensors
@@ -107,7 +108,7 @@ class ModelState:
     def _begin(self, data: bool, seen: dict[int, Any]) -> None:
         self._data, self._seen = data, seen  # objects are kept, so that an id stays its own
         self._without_models = self._with_step = self._is_shared = False
-        self._beside: set[int] = set()  # ids of tensors of the modules that a step names and that do not train
+        self._beside: set[int] = set()  # ids of tensors of a step's object, and of frozen modules that it names
         self._holders: list[Holder] = []
         self._generators: list[KeptGenerator] = []
         self._tensors: list[KeptTensor] = []
@@ -131,7 +132,7 @@ class ModelState:
         found._begin(self._data, dict(self._own))
         found._code, found._own_holders = list(self._entries), 0
         found._without_models, found._with_step = self._without_models, self._with_step
-        found._registered = self._registered
+        found._registered, found._beside = self._registered, set(self._beside)
         with without_modes():
             found._look_into_code()
         found._generators.clear()
@@ -236,6 +237,9 @@ class ModelState:
         self._look_from("", model)
         del self._seen[id(step)]
         self._code.append(("step", as_function(step)))
+        held = tree_leaves(dict(getattr(getattr(step, "__self__", step), "__dict__", {})))  # state, however large it is
+        data = (each for each in held if isinstance(each, (torch.Tensor, np.ndarray)))
+        self._beside |= {id(each) for each in data if not isinstance(each, nn.Parameter)} - self._registered
 
     def _look_from(self, name: str, value: Any) -> None:
         waiting = collections.deque(((name, value),))

@@ -150,6 +150,7 @@ class Prediction(TypedDict, total=False):
     evaluator_peak_bytes  the evaluator's peak if it differs, as for modules
     peak_at               the operator, for a person
     backward_peak_bytes   the most from the first operator on that goes back through the model
+    kept_before_bytes     made by the step and alive as each of its forwards begins, if there are several
     step_time_us          including recomputation: the device's or the host's time, whichever is longer
     recompute_time_us     the device's time for recomputation, a part of it
     overhead              time that the plan adds, over the step without one
@@ -174,6 +175,7 @@ class Prediction(TypedDict, total=False):
     evaluator_peak_bytes: int
     peak_at: str
     backward_peak_bytes: int
+    kept_before_bytes: list[int]
     judged_by: Literal["replay", "evaluator"]
     step_time_us: float
     recompute_time_us: float

@@ -99,7 +99,7 @@ class FirstStep:
         """
         if not self._is_due(number):
             return planned()
-        comparison = self._prepared(untouched, given)
+        comparison = self._prepared(number, untouched, given)
         found: list[Digest] = []
         before, self._heads.on_sums = self._heads.on_sums, lambda head, given, sums: found.append(_of_rows(given.rows))
         try:
@@ -148,11 +148,11 @@ class FirstStep:
 
     # The untouched forward (Rule 1)
 
-    def _prepared(self, forward: Forward, given: Any) -> _ForwardComparison | str | None:
+    def _prepared(self, number: int, forward: Forward, given: Any) -> _ForwardComparison | str | None:
         """Run the forward without the plan, or return why it cannot run; None while weights are on the host."""
         if weights_on_host(self._model) is not None:
             return None
-        heads, room_bytes = self._linear_heads(), self._room_bytes()
+        heads, room_bytes = self._linear_heads(), self._room_bytes(number)
         ends = room_bytes < 0
         if ends and (not heads or self._form.rows):
             if FORWARD_ALONE not in self._plan.about:
@@ -182,10 +182,11 @@ class FirstStep:
     def _no_room(self) -> str:
         return f"the forward without the plan has no room in the budget of {gib(self._plan.budget_bytes)}"
 
-    def _room_bytes(self) -> float:
-        """Return what the budget leaves beside the forward without the plan; negative if it has no room for that.
+    def _room_bytes(self, number: int) -> float:
+        """Return what the budget leaves beside forward `number` without the plan; negative if it has no room for that.
 
-        All ranks have the same answer, whatever their batches: a forward may wait for the others.
+        Earlier forwards of the step have run under the plan, and keep what it saves. All ranks have the same answer,
+        whatever their batches: a forward may wait for the others.
         """
         needed_bytes = self._plan.about.get(FORWARD_ALONE)
         if needed_bytes is None:  # a plan from before this was known
@@ -201,7 +202,8 @@ class FirstStep:
             )
         state_bytes += planned.get(OPTIMIZER_STATE, 0) + 2 * planned.get("batch", 0)
         room_bytes = max(self._plan.budget_bytes, self._plan.predicted["peak_bytes"])
-        return room_bytes - state_bytes - needed_bytes
+        kept_bytes = self._plan.predicted.get("kept_before_bytes") or [0] * (number + 1)
+        return room_bytes - state_bytes - kept_bytes[number] - needed_bytes
 
     def _linear_heads(self) -> list[nn.Module]:
         """List the modules that compute the logits of chunked losses, each as often as it does so."""

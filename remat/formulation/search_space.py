@@ -16,11 +16,11 @@ these saves and this nesting depth. `Space.about` says so in the plan file.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -35,6 +35,7 @@ MOST_SEGMENTS = 200
 SMALLEST_SEGMENT = 0.05  # of the average traffic: smaller ones are merged into a neighbour
 FEWEST_SEGMENTS = 4
 COARSE = 1 / 3  # of the traffic: a segment that has more and can be cut is cut where more storages cross
+ANY = 1 << 62  # of storages may cross
 _VMAP_NESTING = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
 MOST_INTERVALS = 100_000  # of segments that may be a region: beyond that, the length of a region is limited ...
 SHORTEST_LIMIT = 60  # ... to no less than this
@@ -101,20 +102,16 @@ def find_space(graph: Graph, *, depth: int = DEPTH) -> Space:
     """Find the default space of `graph`."""
     legal = legal_cuts(graph)
     crossing = _crossing(graph)
-    forced = forced_cuts(graph) | {cut for block in blocks(graph) for cut in block}
-    work = _work(graph)
-    for most in (1, 2, 3, 10**9):
+    for most in (1, 2, 3, ANY):
         cuts = [p for p in legal if len(crossing[p]) <= most]
-        if len(cuts) >= FEWEST_SEGMENTS and not _is_coarse(sorted({*cuts, *forced}), legal, work):
+        if len(cuts) >= FEWEST_SEGMENTS:
             break
-    allowed = set(legal)
-    plain_nodes = _in_no_region(graph)
-
-    def is_plain(first: int, end: int) -> bool:
-        return not allowed.issuperset((first, end)) or any(i in plain_nodes for i in range(first, end))
-
-    cuts = _merge_small(graph, sorted({*cuts, *forced}), forced, crossing, is_plain, work)
-    segments = tuple(Segment(first, end, is_plain(first, end)) for first, end in itertools.pairwise(cuts))
+    forced = forced_cuts(graph) | {cut for block in blocks(graph) for cut in block}
+    parts = _Parts(graph, legal)
+    cuts = _merge_small(_cut_coarse(sorted({*cuts, *forced}), legal, crossing, parts), forced, crossing, parts)
+    segments = tuple(
+        Segment(*each, plain) for each, plain in zip(itertools.pairwise(cuts), parts.plain(cuts), strict=True)
+    )
     depth = 1 if graph.inner else depth  # regions in regions were not looked at where a step differentiates inside
     return Space(segments, saveable(graph), depth, longest=max(MOST_INTERVALS // len(segments), SHORTEST_LIMIT))
 
@@ -268,58 +265,68 @@ def _crossing(graph: Graph) -> list[frozenset[int]]:
     return [frozenset(storages) for storages in crossing]
 
 
-def _work(graph: Graph) -> Callable[[int, int], int]:
-    """Return what gives the bytes that nodes first..end-1 of the forward read and write."""
-    traffic = np.array([graph.kinds[kind].moved_bytes for kind in graph.op_kind[: graph.forward_end]])
-    total = np.concatenate([[0], np.cumsum(traffic)])
+class _Parts:
+    """The segments between cuts: the bytes that each reads and writes, and which no region may contain."""
 
-    def work(first: int, end: int) -> int:
-        begin = graph.nodes[first].first if first < len(graph.nodes) else graph.forward_end
-        stop = graph.nodes[end - 1].end
-        return int(total[max(stop, begin)] - total[begin])
+    def __init__(self, graph: Graph, legal: list[int]):
+        traffic = [graph.kinds[kind].moved_bytes for kind in graph.op_kind[: graph.forward_end]]
+        total = np.concatenate([[0], np.cumsum(np.array(traffic, dtype=np.int64))])
+        self._before = total[[*(node.first for node in graph.nodes), graph.forward_end]]  # by position
+        self._behind = total[[0, *(node.end for node in graph.nodes)]]
+        self._is_legal = np.zeros(len(graph.nodes) + 1, dtype=bool)
+        self._is_legal[legal] = True
+        is_plain = np.zeros(len(graph.nodes) + 1, dtype=np.int64)
+        is_plain[[i + 1 for i in _in_no_region(graph)]] = 1
+        self._plain = np.cumsum(is_plain)  # nodes before each position
+        self.sizes = graph.storages.size_bytes
 
-    return work
+    def works(self, cuts: Sequence[int]) -> np.ndarray:
+        first, end = np.array(cuts[:-1]), np.array(cuts[1:])
+        works: np.ndarray = np.maximum(self._behind[end], self._before[first]) - self._before[first]
+        return works
+
+    def plain(self, cuts: Sequence[int]) -> list[bool]:
+        first, end = np.array(cuts[:-1]), np.array(cuts[1:])
+        plain: list[bool] = (
+            ~self._is_legal[first] | ~self._is_legal[end] | (self._plain[end] > self._plain[first])
+        ).tolist()
+        return plain
 
 
-def _is_coarse(cuts: list[int], legal: list[int], work: Callable[[int, int], int]) -> bool:
-    """Return whether a segment has much of the work, and could be cut further."""
-    most = COARSE * work(cuts[0], cuts[-1])
-    large = (segment for segment in itertools.pairwise(cuts) if work(*segment) > most)
-    return any(bisect.bisect_right(legal, first) < bisect.bisect_left(legal, end) for first, end in large)
+def _cut_coarse(cuts: list[int], legal: list[int], crossing: list[frozenset[int]], parts: _Parts) -> list[int]:
+    """Cut segments that have much of the work where more storages cross, as few more as it takes."""
+    for across in (2, 3, 5, 8, ANY):
+        works = parts.works(cuts)
+        large = works > COARSE * works.sum()
+        inside = {
+            position
+            for (first, end), is_large in zip(itertools.pairwise(cuts), large, strict=True)
+            for position in (legal[bisect_right(legal, first) : bisect_left(legal, end)] if is_large else ())
+            if len(crossing[position]) <= across
+        }
+        cuts = sorted({*cuts, *inside})
+    return cuts
 
 
-def _merge_small(
-    graph: Graph,
-    cuts: list[int],
-    forced: set[int],
-    crossing: list[frozenset[int]],
-    is_plain: Callable[[int, int], bool],
-    work: Callable[[int, int], int],
-) -> list[int]:
+def _merge_small(cuts: list[int], forced: set[int], crossing: list[frozenset[int]], parts: _Parts) -> list[int]:
     """Drop cuts until no segment is much smaller than the average, and there are not too many.
 
     A segment that may be in a region is not merged with one that may not.
     """
-    sizes = graph.storages.size_bytes
-
-    def bytes_across(position: int) -> int:
-        return int(sum(sizes[u] for u in crossing[position]))
-
+    across = {cut: int(sum(parts.sizes[u] for u in crossing[cut])) for cut in cuts}
     while True:
-        segments = list(itertools.pairwise(cuts))
-        works, plain = ([of(a, b) for a, b in segments] for of in (work, is_plain))
-        held = forced.union(
-            end for (_, end), one, other in zip(segments, plain, plain[1:], strict=False) if one != other
-        )
-        free = [i for i, segment in enumerate(segments) if not held.issuperset(segment)]
-        if not free:
+        works, plain = parts.works(cuts), np.array(parts.plain(cuts))
+        held = np.array([cut in forced for cut in cuts])
+        held[1:-1] |= plain[1:] != plain[:-1]
+        free = ~(held[:-1] & held[1:])
+        if not free.any():
             return cuts
-        smallest = min(free, key=lambda i: (works[i], i))
+        smallest = int(np.where(free, works, np.iinfo(np.int64).max).argmin())
         few = len(cuts) - 1 <= MOST_SEGMENTS
-        if few and works[smallest] >= SMALLEST_SEGMENT * sum(works) / len(works):
+        if few and works[smallest] >= SMALLEST_SEGMENT * works.sum() / len(works):
             return cuts
-        sides = [p for p in segments[smallest] if p not in held]
-        cuts = [p for p in cuts if p != max(sides, key=bytes_across)]
+        sides = [i for i in (smallest, smallest + 1) if not held[i]]
+        del cuts[max(sides, key=lambda i: across[cuts[i]])]
 
 
 def blocks(graph: Graph) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ import numpy as np
 from remat.evaluation.breakdown import at_peak
 from remat.evaluation.evaluator import Curve
 from remat.evaluation.form import LEFT_WHOLE, SLICED_OVERHEAD, WHOLE_LOSS_OVERHEAD
+from remat.evaluation.forwards import forwards_of
 from remat.evaluation.graph import CALLED_MODULES, OUTSIDE, Graph
 from remat.evaluation.plan import Plan, Prediction, Proof, to_refs
 from remat.offloading.refs import to_offload_refs
@@ -74,6 +75,17 @@ def _peak_of_backward(graph: Graph, curve: Curve) -> int:
     return int(curve.alive_bytes[begin:].max())
 
 
+def _kept_before(graph: Graph, curve: Curve) -> list[int]:
+    """Return the bytes that the step has made and that are alive as each of its forwards begins, if it has several."""
+    forwards = forwards_of(graph.about, len(graph.call_nodes))
+    if len(forwards) == 1:
+        return []
+    firsts = [next(node for call in graph.call_nodes[each.first :] for node in call) for each in forwards]
+    begins = [int((curve.op >= graph.nodes[node].first).argmax()) for node in firsts]
+    fixed_bytes = sum(graph.fixed_bytes.values())
+    return [int(curve.alive_bytes[at - 1]) - fixed_bytes if at else 0 for at in begins]
+
+
 def _about(study: Study, found: FoundPlan) -> dict[str, Any]:
     about = {name: value for name, value in found.at.profile.graph.about.items() if name != CALLED_MODULES}
     reasons = study.forms.left_whole if study.forms is not None else []
@@ -114,6 +126,7 @@ def predict(study: Study, found: FoundPlan) -> Prediction:
         "peak_bytes": peak_bytes,
         "peak_at": where(graph, int(curve.op[curve.peak_at])),
         "backward_peak_bytes": peak_bytes - curve.peak_bytes + _peak_of_backward(graph, curve),
+        **({"kept_before_bytes": kept} if (kept := _kept_before(graph, curve)) else {}),
         "step_time_us": step_us,
         "recompute_time_us": recompute_us,
         "overhead": (step_us - plain_us) / plain_us if plain_us else 0.0,

@@ -437,7 +437,7 @@ class FakeStep:
             raise CaptureError(
                 f"the step of {self.workload.name!r} reads a number off a tensor (`item()`, `float()`, `if tensor`)"
                 f"{line_of(error)}, and no tensor has data while planning. Compute without that number: choose by a "
-                "mask (`torch.where`) in place of a count, read what is logged after the step (a hook: keep the tensor, "
+                "mask (`torch.where`) in place of a count, read what is logged after the step (a hook: keep it, "
                 "detached), keep a counter as a Python number in place of a buffer, or set a layer drop to 0. "
                 "A flag in a buffer is known if no forward sets it: let `build` return the model with the flag set."
             ) from error
