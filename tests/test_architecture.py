@@ -31,7 +31,7 @@ ROOMS = {
     "host": (),
     "models": ("workload",),
     "evaluation": ("workload",),
-    "capture": ("evaluation",),
+    "capture": ("evaluation", "workload"),
     "chunking": ("capture", "evaluation"),
     "fusion": ("capture", "chunking", "evaluation"),
     "recording": ("capture", "chunking", "evaluation", "fusion", "host", "workload"),

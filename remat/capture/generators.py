@@ -23,7 +23,7 @@ class KeptGenerator:
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]):
         self._put, was = put, get()
         self._is_tensor = isinstance(was, torch.Tensor)
-        self._was = was.numpy().tobytes() if self._is_tensor else was
+        self._was = bytes(was.tolist()) if self._is_tensor else was  # transforms of torch.func forbid numpy()
 
     def put_back(self) -> None:
         self._put(torch.frombuffer(bytearray(self._was), dtype=torch.uint8) if self._is_tensor else self._was)

@@ -262,7 +262,7 @@ class Graph:
     first_step_bytes   most bytes alive while the optimizer runs for the first time, and makes its state; 0: not known
     untraced_bytes     alive during every operator of the same step without a trace (`untraced.py`), including fixed
                        bytes and workspaces; empty: not known
-    alone_bytes        likewise, made by its forward where nothing is kept for backward: all ways to run it so in turn
+    alone_bytes        made by its untraced forward where nothing is kept for backward: of every way to run it so
     held_outputs       tensors of the step before that this one replaces, as (bytes, operators before which they exist):
                        outputs that the loop still holds, and state of the model itself
     inner              backwards within the forward; empty in nearly every step

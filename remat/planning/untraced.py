@@ -6,7 +6,7 @@ one product while those for the next are being picked). So the step without chec
 and what it takes is recorded by itself: one more forward and backward on fake tensors, in eager mode.
 
 Neither is the forward that verifies a first step (`first_step.py`) what the trace of it takes, though it saves nothing
-for a backward. It is recorded likewise, in all ways in which it is tried: where one fails on fake tensors, it does
+for a backward. It is recorded too, in all ways in which it is tried: where one fails on fake tensors, it does
 with data.
 """
 
