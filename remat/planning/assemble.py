@@ -80,10 +80,11 @@ def _kept_before(graph: Graph, curve: Curve) -> list[int]:
     forwards = forwards_of(graph.about, len(graph.call_nodes))
     if len(forwards) == 1:
         return []
-    firsts = [next(node for call in graph.call_nodes[each.first :] for node in call) for each in forwards]
+    last = len(graph.nodes) - 1  # in place of a forward that makes nothing
+    firsts = [next((node for call in graph.call_nodes[each.first :] for node in call), last) for each in forwards]
     begins = [int((curve.op >= graph.nodes[node].first).argmax()) for node in firsts]
     fixed_bytes = sum(graph.fixed_bytes.values())
-    return [int(curve.alive_bytes[at - 1]) - fixed_bytes if at else 0 for at in begins]
+    return [max(int(curve.alive_bytes[at - 1]) - fixed_bytes, 0) if at else 0 for at in begins]
 
 
 def _about(study: Study, found: FoundPlan) -> dict[str, Any]:
