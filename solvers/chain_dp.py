@@ -35,7 +35,7 @@ from typing import NamedTuple
 from remat.evaluation.plan import Region
 from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
-from remat.formulation.solution import Limits, Solution
+from remat.formulation.solution import SMALL_GAP, Limits, Solution
 from remat.solvers.chain import Case, Chain, storages_outside
 from remat.solvers.chain_branch import LEVELS, Branch, Count, cells_of, grain_of
 from remat.solvers.chain_labels import Limit, Optimum, climb
@@ -45,7 +45,6 @@ from remat.solvers.polish import polish
 
 NAME = "chain-dp"
 TRIES = 6
-SMALL_GAP = 0.005  # so little is not worth more time than `Clock.small_gap_s`
 FILTER_COST = 3  # time of a filter of runs over that of its table
 FEWER = 0.9  # of the runs: if a filter leaves more, a table of the same grain would not differ
 PROGRESS = 0.02  # of the gap: less counts as no progress
@@ -111,7 +110,7 @@ class Incumbent:
     def suffices(self, limits: Limits) -> bool:
         """Return whether the search may end: the plan is as good as any, or no better one would be used."""
         is_of_no_use = self.regions is not None and self.bound_ns >= limits.below_us * NS
-        return is_of_no_use or self.closed(limits.gap)
+        return is_of_no_use or self.closed(limits.gap) or limits.suffices(self.objective_ns / NS, self.bound_ns / NS)
 
     def closes(self, bound_ns: float, gap: float) -> bool:
         """Return whether no plan beats the best known one by more than `gap` if `bound_ns` is a bound."""

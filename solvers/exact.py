@@ -23,9 +23,8 @@ import time
 
 from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
-from remat.formulation.solution import Limits, Solution
+from remat.formulation.solution import SMALL_GAP, Limits, Solution
 from remat.solvers import chain_dp, chen_greedy, every_block, first_k, greedy, has_ortools, save_matmuls
-from remat.solvers.chain_dp import SMALL_GAP
 from remat.solvers.deadline import deadline_of
 from remat.solvers.heuristic import Proposal, excess_bytes, fewest_that_fit, recompute_ns
 from remat.solvers.least_peak import least_peak
@@ -81,7 +80,8 @@ def _is_late(limits: Limits, started: float) -> bool:
 
 def _is_final(solution: Solution, limits: Limits) -> bool:
     is_of_no_use = solution.fits and solution.bound_us >= limits.below_us
-    return is_of_no_use or solution.status in ("optimal", "infeasible") or solution.interrupted
+    is_close = solution.fits and limits.suffices(solution.objective_us, solution.bound_us)
+    return is_of_no_use or is_close or solution.status in ("optimal", "infeasible") or solution.interrupted
 
 
 def _by_chain(problem: Problem, limits: Limits) -> tuple[chain_dp.Incumbent, Solution]:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -107,12 +108,20 @@ def repeated(pattern: list[ToyNode], times: int) -> list[ToyNode]:
     return nodes
 
 
+def with_casts_to_the_end(graph: Graph) -> Graph:
+    """`graph` with all its casts alive until the forward ends."""
+    storages = graph.storages
+    ends = np.where(storages.cast, np.maximum(storages.death, graph.forward_end - 1), storages.death)
+    return dataclasses.replace(graph, storages=dataclasses.replace(storages, death=ends))
+
+
 @pytest.mark.exhaustive
 @given(toys(most=4), st.integers(3, 6), st.sampled_from((1, 2)))
 @settings(max_examples=examples(25, 80))
 def test_runs_of_repeated_toys(pattern: list[ToyNode], times: int, depth: int) -> None:
     graph, costs = toy_graph(repeated(pattern, times), fixed_bytes=5)
-    assert_shared_shapes_are_right(graph, costs, every_cut(graph, depth=depth))
+    for each in (graph, with_casts_to_the_end(graph)):
+        assert_shared_shapes_are_right(each, costs, every_cut(each, depth=depth))
 
 
 @given(toys(most=7), st.sampled_from((1, 2)))
@@ -170,4 +179,13 @@ def test_what_is_taken_from_afar_is_named_itself() -> None:
     graph, costs = toy_graph(nodes)
     found = segment_classes(graph, costs)
     assert len(set(found[5:10])) == 1
+    assert_shared_shapes_are_right(graph, costs, every_cut(graph, depth=2))
+
+
+def test_layers_whose_casts_all_end_with_the_forward_are_isomorphic_to_the_last() -> None:
+    """As weights that autocast casts once: their copies go when its context ends, near the last layers too."""
+    graph, costs = toy_graph(chain(*itertools.repeat(4, 24), cast=2))
+    graph = with_casts_to_the_end(graph)
+    found = segment_classes(graph, costs)
+    assert len(set(found[1:21])) == 1
     assert_shared_shapes_are_right(graph, costs, every_cut(graph, depth=2))

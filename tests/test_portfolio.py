@@ -58,12 +58,13 @@ class ByHand:
         slices: tuple[int, ...] = (2,),
         worth: float = 0.0,
         late: Exception | None = None,
+        exceeds: bool = False,
     ):
         profile: Any = None
         self.captured, self.forms = StepForm(CAPTURED_FORM, profile, 0.0), Forms(slices)
         self.request = PlanRequest(forms=dataclasses.replace(CHOICE, worth=worth))
         self.how: Any = types.SimpleNamespace(patience_s=None)
-        self._captured, self._others, self._late = captured, others, late
+        self._captured, self._others, self._late, self._exceeds = captured, others, late, exceeds
         self.asked: list[tuple[int, float | None, float]] = []  # slices, seconds, of use below
 
     def on_form(self, form: Form) -> None:
@@ -81,6 +82,9 @@ class ByHand:
 
     def refused(self, at: StepForm, budget_bytes: int, limits: Limits) -> Infeasible:
         return Infeasible("as it runs", minimum_budget_bytes=17 if at is self.captured else 18)
+
+    def exceeds_after_backward(self, budget_bytes: int) -> bool:
+        return self._exceeds
 
     def peak_bytes(self, found: Any) -> int:
         return 1
@@ -104,6 +108,22 @@ def test_a_form_that_may_be_better_still_is_searched_again_and_the_bound_is_that
     first, longer = CLOCK.first_s, CLOCK.longer_s
     assert study.asked[1:] == [(1, first, math.inf), (2, first, 110.0), (2, longer, 100.0), (1, longer, 99.0)]
     assert (outcome.price_us, outcome.bound_us) == (99.0, 97.0)
+
+
+def test_no_other_form_is_searched_where_the_optimizer_step_exceeds_the_budget() -> None:
+    study = ByHand(too_much, lambda n, limits: found(100.0, 97.0), exceeds=True)
+    with pytest.raises(Infeasible):
+        study.best()
+    assert [slices for slices, _, _ in study.asked] == [0]
+
+
+@pytest.mark.parametrize(("price_us", "bound_us", "searches"), [(200.0, 199.6, 1), (200.0, 199.4, 2), (40.0, 39.6, 2)])
+def test_a_plan_within_a_two_thousandth_of_the_step_of_its_bound_is_not_searched_again(
+    price_us: float, bound_us: float, searches: int
+) -> None:
+    study = ByHand(too_much, lambda n, limits: found(price_us, bound_us))
+    assert study.best().bound_us == bound_us
+    assert len([slices for slices, _, _ in study.asked if slices]) == searches
 
 
 CAPTURED_AGAIN = [

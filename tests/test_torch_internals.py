@@ -22,6 +22,7 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.optimizer import _default_to_fused_or_foreach
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from remat._torch import compiled_draws, door, dynamo, elsewhere, inductor, kernel_arguments, recording, training
@@ -67,6 +68,22 @@ def test_a_composite_function_is_replaced_while_a_context_is_open() -> None:
     assert shapes == [(1, 2, 3)] * 2
     assert "aten.scatter_.value" in seen.names
     assert torch.nn.functional.one_hot(index, 3).shape == (2, 3)
+
+
+def test_no_function_mode_is_called_beside_functions() -> None:
+    class Asked(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(func)
+            return func(*args, **(kwargs or {}))
+
+    asked: list[Any] = []
+    tensor = torch.ones(2, 3)
+    with Asked():
+        with recording.beside_functions():
+            assert tensor.shape == (2, 3) and tensor.stride() == (3, 1)
+        assert not asked
+        assert tensor.numel() == 6
+    assert asked == [torch.Tensor.numel]
 
 
 def test_vmap_is_seen_through_other_transforms() -> None:
@@ -960,6 +977,7 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
         "find storages under torch.func",
         lambda: recording.unwrapped(torch.ones(1)),
     ),
+    "_C.DisableTorchFunction": ("record a step quickly", recording.beside_functions),
     "_C._functorch.is_batchedtensor": (
         "know which operators `vmap` calls",
         lambda: recording.is_batched(torch.ones(1)),

@@ -170,11 +170,13 @@ class UntracedForward(TorchFunctionMode):
 
     @functools.partial(not_begun_at, nor_within=True)
     def __torch_function__(self, func: Call, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        if func in _BACKWARDS and not self.is_paused:
+        if self.is_paused:
+            return func(*args, **(kwargs or {}))
+        if func in _BACKWARDS:
             with self:
                 return _without_overrides(func)(*args, **(kwargs or {}))
-        if self.is_paused or not _differs(func, autocast):
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        if not _differs(func, autocast):
             return func(*args, **(kwargs or {}))
         with torch.autocast("cpu", enabled=False):
             return run(func, Device(autocast, self.cudnn_attention), args, kwargs or {})

@@ -11,6 +11,7 @@ from remat.evaluation.plan import Offload, Region
 from remat.evaluation.plan import Status as Status
 from remat.formulation.clock import Clock
 
+SMALL_GAP = 0.005  # so little is not worth more time than `Clock.small_gap_s`
 NONE_NEEDED, TRACING_ALONE = "none needed", "tracing alone"  # solvers of plans without regions
 
 
@@ -26,6 +27,7 @@ class Limits:
         on_progress: Called with (objective_us, bound_us) whenever either improves.
         start: A plan of the same space to continue from, within this budget or not.
         below_us: Objective that a plan has to be below to be useful, in microseconds; the solver may stop if none is.
+        close_us: Microseconds of an objective above its bound that need no proof, if they are a gap below 0.5 % too.
         clock: Seconds for each part of planning, if `time_s` does not end it first.
 
     Example:
@@ -39,7 +41,13 @@ class Limits:
     on_progress: Callable[[float, float], None] | None = None
     start: tuple[Region, ...] | None = None
     below_us: float = math.inf
+    close_us: float = 0.0
     clock: Clock = Clock()
+
+    def suffices(self, objective_us: float, bound_us: float) -> bool:
+        """Return whether a plan is close enough to its bound to end a search."""
+        left_us, least_us = objective_us - bound_us, max(objective_us, 1.0)
+        return left_us <= self.gap * least_us or left_us <= min(SMALL_GAP * least_us, self.close_us)
 
     def at_most(self, time_s: float) -> Limits:
         """Limit the time to `time_s` seconds; infinity changes nothing."""

@@ -65,7 +65,7 @@ class _Signatures:
             graph.saved_tensors.node, [s.first for s in segments] + [segments[-1].end]
         ).tolist()
         self.afar = self._afar()
-        self.unique = self._far_ends()
+        self.far_deaths, self.unique = self._far_ends()
 
     def of(self, s: int) -> Hashable:
         mark = s if s in self.unique or self.graph.inner else -1  # backwards within the forward are in no signature
@@ -106,7 +106,7 @@ class _Signatures:
         death = int(self.graph.storages.death[storage])
         if death >= self.graph.forward_end:
             return "backward", death - self.windows[seen_from][0]
-        if self._segment_of_op(death) - made > self.near:
+        if death in self.far_deaths:
             return "far", death
         return "forward", death - self.forward[made]
 
@@ -141,17 +141,19 @@ class _Signatures:
     def _made(self, storage: int) -> int:
         return int(self.segment_of_node[self.graph.storages.node[storage]])
 
-    def _segment_of_op(self, op: int) -> int:
-        return int(np.searchsorted(self.forward, op, side="right")) - 1
+    def _far_ends(self) -> tuple[set[int], set[int]]:
+        """Return operators that end the life of a storage from far before, and segments that are like no other.
 
-    def _far_ends(self) -> set[int]:
-        """Return segments during which a storage from far before dies, or that make a cast for others."""
+        These are the operators' segments, and those that make a cast for others. Whatever ends at such an operator, be
+        it from near, is named by it: the weight casts of all layers end with the forward.
+        """
         reused = {int(self.graph.storages.node[u]) for node in self.graph.nodes for u in node.reused}
         table = self.graph.storages
         forward = np.flatnonzero((table.death < self.graph.forward_end) & (table.node >= 0))
         ends = np.searchsorted(self.forward, table.death[forward], side="right") - 1
         far = ends - self.segment_of_node[table.node[forward]] > self.near
-        return {*ends[far].tolist(), *(int(self.segment_of_node[node]) for node in reused)}
+        unique = {*ends[far].tolist(), *(int(self.segment_of_node[node]) for node in reused)}
+        return set(table.death[forward[far]].tolist()), unique
 
     def _taken(self) -> list[list[tuple[int, int]]]:
         """Return for every segment its inputs from earlier ones, as (position of the taking node, storage)."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -33,6 +34,7 @@ from remat.host.weights import FEWEST, layers_of
 from remat.planning.layers_on_host import graph_with_layers
 from remat.planning.links import state_wait_us
 from remat.planning.profiling import fake_step
+from remat.recording.fake_step import FakeStep
 from remat.recording.recorder import record
 from remat.solvers.least_peak import least_peak
 from remat.units import ms
@@ -69,16 +71,19 @@ def advise(
     whole: Graph,
     judge: Judge,
     *,
+    step: FakeStep | None = None,
     losses_are_cut: bool = False,
 ) -> list[Lever]:
     """Return the levers that lower the peak, the largest gain first.
 
     whole           the step as recorded, before any sharding
+    step            of `workload`, captured already; it is left with another optimizer and in another loop
     losses_are_cut  its losses run in slices already, or were tried in slices: cutting them is no lever
     """
     peak = judge(shard(whole, loop), estimated_costs(whole, place.target, place.table))
     found = []
-    for what, graph in _changed(workload, place, loop, whole, losses_are_cut or _is_cut(whole)):
+    step = fake_step(workload, place) if step is None else step
+    for what, graph in _changed(step, workload, place, loop, whole, losses_are_cut or _is_cut(whole)):
         left = judge(graph, estimated_costs(graph, place.target, place.table))
         found.append(Lever(what, left, peak - left))
     return sorted((lever for lever in found if lever.frees_bytes > 0), key=lambda lever: -lever.frees_bytes)
@@ -95,16 +100,13 @@ def _is_cut(graph: Graph) -> bool:
 
 
 def _changed(
-    workload: Workload, place: PlanningDevice, loop: TrainingLoop, whole: Graph, losses_are_cut: bool
+    step: FakeStep, workload: Workload, place: PlanningDevice, loop: TrainingLoop, whole: Graph, losses_are_cut: bool
 ) -> Iterator[tuple[str, Graph]]:
     """Yield each lever with one rank's graph under it."""
-    for what, changed in _workloads(workload, whole):
-        step = fake_step(changed, place)
-        if (loop.offload_optimizer or loop.step_in_backward) and not can_be_offloaded(step.optimizer.alone):
-            continue
-        step.loop = loop
-        again = record(step, alignment_bytes=place.target.alignment_bytes)
-        yield what, shard(with_library_workspaces(again, place.target), loop)
+    changed = ((what, fake_step(other, place)) for what, other in _workloads(workload, whole))
+    for what, other in itertools.chain(changed, _optimized(step, whole)):
+        if not (loop.offload_optimizer or loop.step_in_backward) or can_be_offloaded(other.optimizer.alone):
+            yield what, shard(_recorded(other, place, loop), loop)
     if loop.shard is None:
         ranks = RANKS if loop.ranks == 1 else loop.ranks
         for kind in SHARDS:
@@ -113,43 +115,33 @@ def _changed(
     if not losses_are_cut:
         yield f"a loss in {CHUNKS} chunks (computed)", shard(with_chunked_loss(whole, CHUNKS), loop)
     yield "fused attention (computed)", shard(with_fused_attention(whole), loop)
-    if place.target.host_bytes_per_us and loop.shard is None and not loop.offload_optimizer:
-        yield from _state_on_host(workload, place, loop)
-    if not loop.step_in_backward and loop.gradients_may_go:
-        yield from _in_backward(workload, place, loop)
+    step.train_by(TrainingLoop(), workload.optimizer)
+    is_known = can_be_offloaded(step.optimizer.alone)
+    if is_known and place.target.host_bytes_per_us and loop.shard is None and not loop.offload_optimizer:
+        yield _state_on_host(step, place, loop)
+    if is_known and not loop.step_in_backward and loop.gradients_may_go:
+        graph = _recorded(step, place, dataclasses.replace(loop, step_in_backward=True))
+        yield "parameters stepped in backward (--optimizer-step backward)", graph
     if place.target.host_bytes_per_us and not (loop.shard or loop.ddp or loop.ema or loop.weights_on_host):
-        yield from _weights_on_host(workload, place, loop, whole)
+        yield from _weights_on_host(step, place, loop, whole)
 
 
-def _state_on_host(workload: Workload, place: PlanningDevice, loop: TrainingLoop) -> Iterator[tuple[str, Graph]]:
-    """Yield the optimizer's state on the host, if this optimizer supports it."""
-    step = fake_step(workload, place, loop=loop)
-    if not can_be_offloaded(step.optimizer.alone):
-        return
-    step.loop = dataclasses.replace(loop, offload_optimizer=True)
-    graph = with_library_workspaces(record(step, alignment_bytes=place.target.alignment_bytes), place.target)
+def _recorded(step: FakeStep, place: PlanningDevice, loop: TrainingLoop) -> Graph:
+    step.loop = loop
+    return with_library_workspaces(record(step, alignment_bytes=place.target.alignment_bytes), place.target)
+
+
+def _state_on_host(step: FakeStep, place: PlanningDevice, loop: TrainingLoop) -> tuple[str, Graph]:
+    graph = _recorded(step, place, dataclasses.replace(loop, offload_optimizer=True))
     waits = ms(state_wait_us(graph, estimated_costs(graph, place.target, place.table)))
-    yield f"optimizer state on the host (--offload optimizer; each optimizer step waits {waits})", graph
-
-
-def _in_backward(workload: Workload, place: PlanningDevice, loop: TrainingLoop) -> Iterator[tuple[str, Graph]]:
-    """Yield stepping parameters in backward, if the optimizer supports it."""
-    step = fake_step(workload, place, loop=loop)
-    if not can_be_offloaded(step.optimizer.alone):
-        return
-    step.loop = dataclasses.replace(loop, step_in_backward=True)
-    graph = record(step, alignment_bytes=place.target.alignment_bytes)
-    yield (
-        "parameters stepped in backward (--optimizer-step backward)",
-        with_library_workspaces(graph, place.target),
-    )
+    return f"optimizer state on the host (--offload optimizer; each optimizer step waits {waits})", graph
 
 
 def _weights_on_host(
-    workload: Workload, place: PlanningDevice, loop: TrainingLoop, whole: Graph
+    step: FakeStep, place: PlanningDevice, loop: TrainingLoop, whole: Graph
 ) -> Iterator[tuple[str, Graph]]:
     """Yield keeping all layers' frozen weights on the host, if there are enough such layers."""
-    step = fake_step(workload, place, loop=loop)
+    step.loop = loop
     if len(layers := layers_of(step.model)) >= FEWEST:
         graph = graph_with_layers(whole, step, len(layers), place.target.alignment_bytes)
         yield "frozen weights on the host but for two layers (--offload weights)", graph
@@ -161,13 +153,17 @@ def _workloads(workload: Workload, whole: Graph) -> Iterator[tuple[str, Workload
         yield f"micro-batch {size} (and twice the accumulation)", workload.sized(size)
     if whole.about["parameter_dtypes"] == ["float32"]:
         yield "weights, gradients and state in bf16 (--dtype bf16)", workload.with_dtype("bf16")
+
+
+def _optimized(step: FakeStep, whole: Graph) -> Iterator[tuple[str, FakeStep]]:
+    """Yield `step` with other optimizers."""
     name = whole.about["optimizer"]
     if name in FUSED and _has_fused(name):
-        make = optimizer_named(f"{name.lower()}:fused")
-        yield f"the fused optimizer (--optimizer {name.lower()}:fused)", dataclasses.replace(workload, optimizer=make)
+        step.train_by(TrainingLoop(), optimizer_named(f"{name.lower()}:fused"))
+        yield f"the fused optimizer (--optimizer {name.lower()}:fused)", step
     if name in EIGHT_BIT and importlib.util.find_spec("bitsandbytes") is not None:
-        make = optimizer_named(f"{name.lower()}8bit")
-        yield f"an 8-bit optimizer (--optimizer {name.lower()}8bit)", dataclasses.replace(workload, optimizer=make)
+        step.train_by(TrainingLoop(), optimizer_named(f"{name.lower()}8bit"))
+        yield f"an 8-bit optimizer (--optimizer {name.lower()}8bit)", step
 
 
 def _has_fused(name: str) -> bool:

@@ -3,10 +3,11 @@
 Rule 1  A plan's price is the time that its step takes beyond the captured one: recomputation, waits for copies, and
         what its form takes longer (smaller kernels, gradients added up) or, where groups are fused, shorter.
 Rule 2  A form that alone costs as much as the best plan so far is not searched; its own time bounds its plans. No
-        other form is looked at where nothing needs to be recomputed, unless groups may be fused.
+        other form is looked at where nothing needs to be recomputed, unless groups may be fused, and none where the
+        optimizer step alone exceeds the budget.
 Rule 3  Every form is searched for `Clock.first_s`. The best one, a few whose bounds say that they may be better still,
         and the captured step if it may yet be taken, are searched again for longer. A search ends where its bound
-        says that the best plan so far stands.
+        says that the best plan so far stands, or that no other is faster by more than `CLOSE` of the step.
 Rule 4  Another form is taken if it saves `FormChoice.worth` of the step, or if nothing else fits. One that saves less
         is reported, and the bound is then that of plans for the captured step.
 Rule 5  Plans are compared as the evaluator sees them, and the one to be taken is replayed. Where the replay exceeds the
@@ -25,6 +26,8 @@ from remat.formulation.solution import Limits, Solution, Status
 from remat.planning.forms import StepForm
 from remat.planning.search import solve_within
 from remat.planning.study import Begin, FoundPlan, Refusal, Study
+
+CLOSE = 0.0005  # of the step: so little is not worth a longer search
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +86,7 @@ def fastest(
     limits = limits or study.request.limits
     if limits.time_s is None:
         limits = dataclasses.replace(limits, time_s=study.how.patience_s)
+    limits = dataclasses.replace(limits, close_us=CLOSE * study.device_time_us)
     if not study.has_forms:
         return _only_captured(study, budget_bytes, limits, judged=judged)
     worth = study.request.forms.worth if worth is None else worth
@@ -126,7 +130,8 @@ class _FormSearch:
     def run(self) -> BestPlan:
         self.captured = self._searched(self._study.captured, self._limits.clock.first_s)
         try:
-            self._search_others()
+            if not self._study.exceeds_after_backward(self._budget_bytes):
+                self._search_others()
         except KeyboardInterrupt:
             if not self._plans:
                 raise

@@ -62,7 +62,10 @@ class FoundPlan:
 
     @property
     def is_proved(self) -> bool:
-        return self.solution.status == "optimal" or self.bound_us >= self.price_us
+        """Whether no further search is worth its time."""
+        return self.solution.status == "optimal" or self.limits.suffices(
+            self.solution.objective_us, self.solution.bound_us
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,11 +211,19 @@ class Study:
         if self._linked is not None:
             return self._linked.problem(at, budget_bytes).without_link()
         if at not in self._posed:
-            captured = self._posed.get(self.captured)
             space = self._space if at is self.captured and self._space else None
             space = space or self.how.space(at.profile.graph, self.request.depth)
-            self._posed[at] = self.how.pose(at.profile, space, budget_bytes, self.link, like=captured)
+            self._posed[at] = self.how.pose(at.profile, space, budget_bytes, self.link, like=self._like(at))
         return self._posed[at].with_budget(budget_bytes)
+
+    def _like(self, at: StepForm) -> Problem | None:
+        """Return the problem of a form that differs in the number of slices only, or else of the captured step."""
+        alike = (each for known, each in self._posed.items() if known.form.in_one_slice == at.form.in_one_slice)
+        return next(alike, self._posed.get(self.captured))
+
+    def exceeds_after_backward(self, budget_bytes: int) -> bool:
+        """Return whether the optimizer step exceeds a budget, as it then does in every form."""
+        return self.problem(self.captured, 0).optimizer_peak_bytes > budget_bytes
 
     def without_checkpointing(self) -> dict[str, Any]:
         """Return peak and time of the step without a plan."""
@@ -270,7 +281,7 @@ class Study:
         best = self.best_known(at, budget_bytes)
         if best is None and at in self._least and self._least[at].bound_bytes > budget_bytes:
             raise infeasible(problem, self._least[at])
-        if best is not None and (best.gap <= limits.gap or best.bound_us >= limits.below_us):
+        if best is not None and (limits.suffices(best.objective_us, best.bound_us) or best.bound_us >= limits.below_us):
             return best
         start = best.regions if best is not None else self._transferred(begin, problem)
         limits = dataclasses.replace(limits, start=start)

@@ -319,6 +319,11 @@ class FakeStep:
             optimizer = AnyOptimizer.of(make, parameters)
             self.finish = Finish(self.loop, self.model, optimizer, self._repeated, TrackedStateCopies(tracker))
 
+    def train_by(self, loop: TrainingLoop, optimizer: Callable[..., Any] | None) -> None:
+        """Train in another loop and by another `Workload.optimizer`, from the next warm-up on."""
+        self.workload, self.loop = dataclasses.replace(self.workload, optimizer=optimizer), loop
+        self._begin_training()
+
     @contextlib.contextmanager
     def _after_backward(self, tracker: Tracker) -> Iterator[None]:
         """Enter the modes in which optimizers are made and stepped, so that they choose the device's kernels."""
@@ -714,8 +719,10 @@ class FakeStep:
 
     def parameters(self, tracker: Tracker) -> Iterator[Parameter]:
         """Yield the parameters with the sizes of their optimizer states and gradients."""
-        for name, p in self.model.named_parameters():
-            size, sizes = tracker.bytes_of(p), tuple(map(tracker.bytes_of, self.optimizer.state_of(p)))
+        parameters = dict(self.model.named_parameters())
+        states = self.optimizer.states_of(parameters.values())
+        for (name, p), state in zip(parameters.items(), states, strict=True):
+            size, sizes = tracker.bytes_of(p), tuple(map(tracker.bytes_of, state))
             yield Parameter(name, size, size if p.requires_grad else 0, sum(sizes), state_tensors=sizes)
 
 

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from remat._torch.recording import DEVICE, untraced, unwrapped
+from remat._torch.recording import DEVICE, beside_functions, untraced, unwrapped
 from remat._torch.training import UnseenMode
 from remat.capture.kept_tensors import strided_parts
 from remat.evaluation.graph import FROM_HOST, OpKind
@@ -169,7 +169,13 @@ class Tracker(UnseenMode):
             return self._answer(args[0])
         if func is _SET:
             self.replaced(args[0])
-        out = with_ones_laid_out(func, args, laid_out(func, args, func(*args, **kwargs), self.kernels_of))
+        out = func(*args, **kwargs)
+        with beside_functions():
+            return self._followed(func, args, kwargs, out)
+
+    def _followed(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """Return the result of an operator as the kernel makes it, and note the operator and its storages."""
+        out = with_ones_laid_out(func, args, laid_out(func, args, out, self.kernels_of))
         out = with_reserve(func, args, _as_kernel(func, args, out))
         out = out if self.kernels_of == "cuda" else with_zeros(func, args, out)
         op = self.op_count

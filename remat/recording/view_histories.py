@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from remat._torch.recording import is_batched
+from remat._torch.recording import beside_functions, is_batched
 from remat.recording import in_place
 
 _ADDING = {
@@ -41,12 +41,16 @@ class ViewHistories(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "__get__":  # shape, dtype and the like
             return func(*args, **(kwargs or {}))
-        args, kwargs = self.renewed((args, kwargs or {}))
+        with beside_functions():
+            args, kwargs = self.renewed((args, kwargs or {}))
         adding = _ADDING.get(func)
         if adding is None or any(isinstance(each, torch.Tensor) and is_batched(each) for each in args):
-            return self.renewed(func(*args, **kwargs))
-        with in_place.within(adding):
-            return self.renewed(func(*args, **kwargs))
+            out = func(*args, **kwargs)
+        else:
+            with in_place.within(adding):
+                out = func(*args, **kwargs)
+        with beside_functions():
+            return self.renewed(out)
 
     def __enter__(self) -> Self:
         in_place.count("model", 1)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,11 +110,12 @@ class AnyOptimizer:
         """Tensors that are kept from one step to the next, without parameters."""
         return list(_tensors(self.steppers, skipped=self._parameters.keys()))
 
-    def state_of(self, parameter: nn.Parameter) -> list[torch.Tensor]:
-        """List the tensors of `state` that belong to `parameter`."""
-        optimizers = (each for each in _reached(self.steppers) if isinstance(each, torch.optim.Optimizer))
-        states = [each.state[parameter] for each in optimizers if parameter in each.state]
-        return list(_tensors(states, skipped=self._parameters.keys()))
+    def states_of(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[torch.Tensor]]:
+        """Yield, for each of `parameters`, the tensors of `state` that belong to it."""
+        optimizers = [each for each in _reached(self.steppers) if isinstance(each, torch.optim.Optimizer)]
+        for parameter in parameters:
+            states = [each.state[parameter] for each in optimizers if parameter in each.state]
+            yield list(_tensors(states, skipped=self._parameters.keys()))
 
 
 def _arguments_of(function: Callable[..., Any]) -> tuple[bool, bool]:
@@ -171,8 +172,7 @@ def _referred(value: Any) -> list[Any]:
     return list(getattr(value, "__dict__", {}).values())
 
 
-def _tensors(value: Any, skipped: Iterable[int]) -> Iterator[torch.Tensor]:
-    skipped = set(skipped)
+def _tensors(value: Any, skipped: Container[int]) -> Iterator[torch.Tensor]:
     for each in _reached(value):
         if isinstance(each, torch.Tensor) and id(each) not in skipped and not hasattr(each, "__tensor_flatten__"):
             yield each

@@ -84,7 +84,7 @@ def _advice(found: Source, profile: Profile, step: FakeStep | None, plan: Plan |
         raise UsageError("--advice records the step again with each remedy, and needs --model.")
     if plan is not None:
         raise UsageError("--advice is about the step without a plan; leave --plan out.")
-    return levers_of(found, profile, line)
+    return levers_of(found, profile, step, line)
 
 
 # Only the states

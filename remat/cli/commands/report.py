@@ -155,4 +155,6 @@ def _levers(documents: Documents, line: LiveLine) -> list[Lever]:
     if path is None:
         raise UsageError("--advice records the step again with each remedy, and needs a plan that names its model.")
     found, _ = opened_plan(path, line, as_captured=True)
-    return levers_of(found, found.record()[0], line)
+    profile, step = found.record()
+    assert step is not None
+    return levers_of(found, profile, step, line)

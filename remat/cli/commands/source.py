@@ -172,15 +172,18 @@ def workload_of(spec: ModelSpec) -> Workload:
     return spec.workload()
 
 
-def levers_of(found: Source, profile: Profile, line: LiveLine) -> list[Lever]:
-    """Find the levers that free memory of a step without checkpointing. `found` recorded `profile`."""
+def levers_of(found: Source, profile: Profile, step: FakeStep, line: LiveLine) -> list[Lever]:
+    """Find the levers that free memory of a step without checkpointing. `found` recorded `profile`, of `step`."""
     from remat.evaluation.evaluator import Memory
     from remat.planning.advice import advise
 
-    assert found.spec is not None and found.place is not None
+    assert found.place is not None
     line.say("trying levers")
-    workload, whole = workload_of(found.spec), profile.whole or profile.graph
-    return advise(workload, found.place, found.loop, whole, lambda graph, costs: Memory(graph).curve(()).peak_bytes)
+    whole = profile.whole or profile.graph
+    return advise(
+        *(step.workload, found.place, found.loop, whole, lambda graph, costs: Memory(graph).curve(()).peak_bytes),
+        step=step,
+    )
 
 
 def warn_of_budget(limit: Budget | None, target: Target) -> None:
@@ -214,10 +217,13 @@ def levers_where_infeasible(source: Source, study: Study, line: LiveLine, *, wan
         line.say(f"does not fit, {least} are the least; looking for what would make room (Ctrl-C: do not)")
         from remat.planning.advice import advise, least_peak_of
 
-        whole, workload = study.profile.whole or study.profile.graph, workload_of(source.spec)
+        whole = study.profile.whole or study.profile.graph
+        workload = workload_of(source.spec) if study.step is None else study.step.workload
         is_cut = study.forms is not None and study.forms.are_losses
         try:
-            levers = advise(workload, source.place, source.loop, whole, least_peak_of, losses_are_cut=is_cut)
+            levers = advise(
+                *(workload, source.place, source.loop, whole, least_peak_of), step=study.step, losses_are_cut=is_cut
+            )
         except KeyboardInterrupt:
             raise error from None
         helping = [lever for lever in levers if lever.peak_bytes < error.minimum_budget_bytes]
