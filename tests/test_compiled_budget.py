@@ -419,6 +419,25 @@ def test_beside_a_loss_in_chunks_buffers_are_written_and_numbers_may_change() ->
     assert torch.equal(model.get_buffer("mean"), whole.get_buffer("mean"))
 
 
+def test_a_chunk_begins_when_losses_and_gradients_of_the_one_before_are_there() -> None:
+    """Else a compiler may compute the losses of all chunks last, and keep all logits until then."""
+    found: list[fx.GraphModule] = []
+
+    def backend(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        chunked = in_chunks(graph_module, 1 << 16)
+        assert chunked is not None
+        found.append(make_fx(chunked.module)(*inputs))
+        return graph_module.forward
+
+    torch.compile(built(Language), backend=backend)(torch.arange(256).reshape(4, 64) % 64)
+    graph = found[0].graph
+    losses, of_rows = (node.args[0] for node in graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default))
+    begins = graph.find_nodes(op="call_function", target=torch.ops.remat.rows_after.default)
+    assert len(begins) == len(losses) == len(of_rows) > 1
+    for begin, *before in zip(begins[1:], losses, of_rows, strict=False):
+        assert set(before) <= set(begin.args[3])
+
+
 def test_a_loss_stays_whole_where_chunks_would_take_more() -> None:
     found: list[bool] = []
 
