@@ -24,7 +24,7 @@ import time
 from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.solution import SMALL_GAP, Limits, Solution
-from remat.solvers import chain_dp, chen_greedy, every_block, first_k, greedy, has_ortools, save_matmuls
+from remat.solvers import chain_dp, chen_greedy, equal_regions, every_block, first_k, greedy, has_ortools, save_matmuls
 from remat.solvers.deadline import deadline_of
 from remat.solvers.heuristic import Proposal, excess_bytes, fewest_that_fit, recompute_ns
 from remat.solvers.least_peak import least_peak
@@ -114,7 +114,10 @@ def _guess(problem: Problem) -> Proposal:
     if problem.space.modules is not None:
         return ()
     families = [every_block.regions(problem), *save_matmuls.policies(problem)]
-    fitting = [plan for regions in families if (plan := fewest_that_fit(problem, regions)) is not None]
+    found = [fewest_that_fit(problem, regions) for regions in families]
+    if problem.graph.inner:
+        found.append(equal_regions.cheapest(problem))
+    fitting = [plan for plan in found if plan is not None]
     return min(fitting, key=lambda plan: recompute_ns(problem, plan), default=())
 
 
@@ -156,6 +159,8 @@ def _searched(problem: Problem, limits: Limits, found: chain_dp.Incumbent, start
     search = limits.left(started)
     if start.status == "feasible" and limits.time_s is None:
         search = dataclasses.replace(limits, time_s=limits.clock.program_s)
+    if problem.graph.inner:  # its bound is too loose to close
+        search = search.at_most(limits.clock.longer_s)
     from remat.solvers import cp_sat, milp
 
     if useful is not None and len(useful) <= MANY_RUNS:

@@ -25,7 +25,7 @@ import numpy as np
 from remat.evaluation.plan import Region
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits
-from remat.solvers import has_ortools
+from remat.solvers import equal_regions, has_ortools
 from remat.solvers.chain import Case, Chain, Transition, storages_outside
 from remat.solvers.deadline import OutOfTime, check_time, deadline_of
 
@@ -64,6 +64,8 @@ def least_peak(problem: Problem, limits: Limits, *, fits_bytes: int | None = Non
     best = LeastPeak(highest.budget_bytes, (), problem.optimizer_peak_bytes)
     solved = _Extents(highest)
     best = _better(best, highest, solved.plan())
+    if problem.graph.inner:
+        best = _better(best, highest, equal_regions.lowest(highest))
     best = dataclasses.replace(best, bound_bytes=min(max(best.bound_bytes, solved.least_bytes), best.peak_bytes))
     deadline_s = deadline_of(limits, started)
     if not best.decides(fits_bytes) and (aside := storages_outside(highest, Case())):

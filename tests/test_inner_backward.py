@@ -27,7 +27,8 @@ from remat.formulation.solution import Limits
 from remat.offloading.link import Link
 from remat.planning.estimate import estimate
 from remat.planning.planner import plan
-from remat.solvers import load
+from remat.solvers import exact, load
+from remat.solvers.least_peak import least_peak
 from remat.validation.validating import validate
 from remat.workload.target import TARGETS
 from remat.workload.workload import Workload
@@ -230,6 +231,38 @@ def test_no_bound_exceeds_the_best_of_all_plans(name: str, solver: str) -> None:
 def test_a_budget_below_the_least_peak_is_refused_with_the_reason() -> None:
     with pytest.raises(Infeasible, match=r"differentiates inside .*second derivatives, whatever regions drop"):
         plan(WORKLOADS["residual"], target="cpu", budget="50%step", time_limit=10)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [[nn.Conv2d(8 if i else 3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()] for i in range(8)]
+        self.layers, self.head = nn.Sequential(*itertools.chain.from_iterable(layers)), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x).mean((2, 3)))
+
+
+def attacked(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Train on what an adversary makes of the batch, step by step."""
+    noise = torch.zeros_like(batch).requires_grad_()
+    for _ in range(3):
+        model(batch + noise).square().mean().backward()
+        assert noise.grad is not None
+        noise.data = (noise + 0.01 * noise.grad.sign()).detach()
+        noise.grad = None
+    model.zero_grad()
+    return model(batch + noise.detach()).square().mean()
+
+
+def test_an_adversarys_passes_are_cut_as_by_hand() -> None:
+    workload = Workload("attacked", Blocks, lambda n, _: torch.zeros(n, 3, 16, 16), attacked, 8)
+    graph = graph_of(workload)
+    problem = Problem(graph, estimated_costs(graph, TARGETS["a100-80gb"]), find_space(graph), 1 << 60)
+    budget = int(0.65 * problem.memory.peak_without_regions)
+    found = exact.solve(problem.with_budget(budget), Limits(time_s=5))
+    assert found.fits and check.check(problem.with_budget(budget), found) == []
+    assert least_peak(problem, Limits(time_s=1)).peak_bytes <= budget
 
 
 def test_a_profile_keeps_what_inner_backwards_ask_for() -> None:
