@@ -232,6 +232,70 @@ def test_a_plan_for_it_validates(execution: str) -> None:
     assert report.passed and 0 <= plan.predicted["peak_bytes"] - report.measured["peak_bytes"] <= 1024
 
 
+# The graph of the last loss
+
+
+def penalized(critic: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The loss of a critic with a penalty on its slope at points that the step makes itself."""
+    real, fake = batch
+    points = (real / 3 + fake / 3).requires_grad_()
+    (slope,) = torch.autograd.grad(critic(points).sum(), points, create_graph=True)
+    return critic(fake).mean() - critic(real).mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
+def critic() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 64), nn.LeakyReLU(), nn.Linear(64, 64), nn.LeakyReLU(), nn.Linear(64, 1))
+
+
+CRITIC = Workload("critic", critic, lambda n, _: (torch.randn(n, 256), torch.randn(n, 256)), penalized, batch_size=256)
+POINTS = 256 * 256 * 4  # bytes
+
+
+def loop_of_critic(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, micro_steps: int = 1) -> None:
+    batch = CRITIC.batch(256, None)
+    for _ in range(steps):
+        for _ in range(micro_steps):
+            loss = penalized(model, batch)  # the name holds the last one until now
+            (loss / micro_steps if micro_steps > 1 else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def peak_of_critic(model: nn.Module, micro_steps: int = 1) -> int:
+    optimizer = torch.optim.AdamW(model.parameters())
+    loop_of_critic(model, optimizer, 1)
+    there = Tracker().fix(list(model.parameters()), dict(optimizer.state))
+    gc.collect()
+    return there + measure_peak(lambda: loop_of_critic(model, optimizer, 3, micro_steps), CPU)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_leaves_that_a_step_makes_are_there_until_the_next_forward_ends(micro_steps: int) -> None:
+    place = find_planning_device("cpu")
+    step = fake_step(CRITIC, place, loop=TrainingLoop(accumulation=micro_steps))
+    profile = profile_step(step, place)
+    graph = profile.graph
+    memory = Memory(graph, profile.costs.workspace_per_op(graph))
+    assert graph.held_outputs == ((2 * POINTS, graph.forward_end),)  # the points and their gradient
+    measured = peak_of_critic(critic(), micro_steps)
+    assert measured - 1024 <= memory.peak_without_checkpointing <= 1.001 * measured
+    regions = CHOICES["half-saved"](graph)
+    curve = Memory(graph).curve(regions)
+    assert regions and curve.peak_at < graph.forward_end
+    alive = replay(step, to_refs(graph, tuple(regions))) + graph.unseen_bytes
+    assert alive.tolist() == curve.alive_bytes[curve.executed].tolist()
+
+
+def test_a_plan_of_a_step_that_makes_leaves_keeps_its_budget_and_validates() -> None:
+    plan = remat.plan(CRITIC, budget="90%step", target="cpu")
+    assert plan.regions
+    measured = peak_of_critic(apply(critic(), plan, verify_first_step=False))
+    assert 0.999 * plan.predicted["peak_bytes"] <= measured <= plan.budget_bytes
+    report = validate(CRITIC, plan, device="cpu", repeats=1)
+    assert report.passed and 0 <= plan.predicted["peak_bytes"] - report.measured["peak_bytes"] <= 1024
+    assert 0 <= plan.without_checkpointing["peak_bytes"] - report.untouched["peak_bytes"] <= 1024
+
+
 def test_files_and_pictures_tell_of_it(tmp_path: Path) -> None:
     profile, _ = profiled("outputs")
     profile.save(tmp_path / "pair.json")

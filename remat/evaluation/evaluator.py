@@ -271,10 +271,13 @@ class Memory:
         return Curve(alive, lives.op, lives.region, lives.executed)
 
     def held_outputs_bytes(self, op: np.ndarray, region: np.ndarray) -> np.ndarray:
-        """Return the bytes of the last step's outputs that the loop still holds, at positions of a timeline."""
+        """Return the bytes of the last step's outputs that the loop still holds, at positions of a timeline.
+
+        They are there while a region is recomputed for a backward within the forward, too.
+        """
         sizes = np.zeros(len(op), dtype=np.int64)
         for size, until in self.graph.held_outputs:
-            sizes[(op < until) & (region < 0)] += size
+            sizes[: int(np.argmax(np.append((op >= until) & (region < 0), True)))] += size
         return sizes
 
     def lives(self, regions: Sequence[Region], plain: tuple[int, int] | None = None) -> Lives:

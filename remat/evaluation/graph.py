@@ -264,7 +264,7 @@ class Graph:
                        bytes and workspaces; empty: not known
     alone_bytes        made by its untraced forward where nothing is kept for backward: of every way to run it so
     held_outputs       tensors of the step before that this one replaces, as (bytes, operators before which they exist):
-                       outputs that the loop still holds, and state of the model itself
+                       outputs that the loop still holds, state of the model itself, and what its loss still keeps
     inner              backwards within the forward; empty in nearly every step
     """
 

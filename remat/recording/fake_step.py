@@ -672,8 +672,11 @@ class FakeStep:
             inner.run_last(loss)
         return loss
 
-    def execute(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
-        """Run one whole step under `tracker`: forward, backward, optimizer."""
+    def execute(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> int:
+        """Run one whole step under `tracker`: forward, backward, optimizer.
+
+        Return the bytes that the graph of its loss keeps until a loop lets go of that loss, as the next forward ends.
+        """
         with self._on_fakes(), tracker:
             if self._has_state:
                 tracker.follow_older([*self.state().unregistered, *self._touched])
@@ -681,10 +684,12 @@ class FakeStep:
             after_forward()
             self._backward(loss, tracker)
             after_backward()
+            graph = [loss.grad_fn if self.deferred is None else None]
             del loss
             self._let_go()
             with self._after_backward(tracker):
                 self.finish()
+            return tracker.freed_by(graph.clear)
 
     def fix_state(self, tracker: Tracker) -> dict[str, int]:
         """Tell `tracker` the tensors from before the step; return their bytes by category."""

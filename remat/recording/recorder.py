@@ -118,7 +118,7 @@ def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) ->
         step.held_outputs.told(note),
         torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
     ):
-        step.execute(recorder, recorder.after_forward, lambda: recorder.after_backward(step.model))
+        kept_bytes = step.execute(recorder, recorder.after_forward, lambda: recorder.after_backward(step.model))
     lasting, replaced = recorder.state_of_the_step_before()
     if lasting:
         fixed[STATE] = lasting
@@ -132,14 +132,14 @@ def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) ->
     )
     if whole is None:
         graph = dataclasses.replace(graph, about={**graph.about, FORWARD_ALONE: forward_alone_bytes(graph)})
-        first_step_bytes = before + first_step_rise
+        first_step_bytes = before + first_step_rise + kept_bytes
     else:  # its gradients are all made in backward, where they are counted
         first_step_bytes = whole.first_step_bytes - sum(size for size, _ in whole.held_outputs[: len(held)])
     graph = dataclasses.replace(
         graph,
         parameters=tuple(recorder.parameters_of(step)),
         first_step_bytes=first_step_bytes + sum(size for size, _ in held),
-        held_outputs=(*held, *replaced),
+        held_outputs=(*held, *replaced, *[(kept_bytes, recorder.forward_end)] * (kept_bytes > 0)),
     )
     if (calls := step.forwards[-1].first + step.forwards[-1].calls) > len(graph.call_nodes):
         graph = dataclasses.replace(graph, about={**graph.about, GRAPH_CALLS: calls})

@@ -13,15 +13,22 @@ from remat.recording.tracker import Tracker
 
 @dataclasses.dataclass(frozen=True)
 class Tracked:
-    """A step in its steady state: tracked from operator `first` on, with the bytes from before it."""
+    """A step in its steady state: tracked from operator `first` on, with the bytes from before it.
+
+    kept_bytes  of the loss of the step before, until the forward ends behind operator `forward_end`
+    """
 
     tracker: Tracker
     fixed_bytes: int
     first: int
+    forward_end: int
+    kept_bytes: int
 
     def alive(self, workspace_of: Mapping[tuple[str, str], int] | None) -> np.ndarray:
         """Return the bytes alive at every operator of the step, fixed bytes included."""
-        return with_workspaces(self.tracker, workspace_of)[self.first :] + self.fixed_bytes
+        alive = with_workspaces(self.tracker, workspace_of)
+        alive[: self.forward_end] += self.kept_bytes
+        return alive[self.first :] + self.fixed_bytes
 
 
 def track(step: FakeStep, tracker: Tracker, after_forward: Callable[[], None] | None = None) -> Tracked:
@@ -29,9 +36,15 @@ def track(step: FakeStep, tracker: Tracker, after_forward: Callable[[], None] | 
     fixed = sum(step.fix_state(tracker).values())
     if step.loop.holds_outputs:
         step.execute(tracker, after_forward or _nothing, _nothing)
-    first = tracker.op_count
-    step.execute(tracker, after_forward or _nothing, _nothing)
-    return Tracked(tracker, fixed, first)
+    first = forward_end = tracker.op_count
+
+    def note_end() -> None:
+        nonlocal forward_end
+        forward_end = tracker.op_count
+        (after_forward or _nothing)()
+
+    kept_bytes = step.execute(tracker, note_end, _nothing)
+    return Tracked(tracker, fixed, first, forward_end, kept_bytes)
 
 
 def with_workspaces(tracker: Tracker, workspace_of: Mapping[tuple[str, str], int] | None) -> np.ndarray:

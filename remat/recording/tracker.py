@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import json
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -329,6 +329,12 @@ class Tracker(UnseenMode):
     def alive_now(self) -> int:
         """Bytes of the storages that are still there, now."""
         return sum(storage.size_bytes for storage in self.storages if storage.death is None)
+
+    def freed_by(self, release: Callable[[], None]) -> int:
+        """Run `release`, and return the bytes of the storages that it frees."""
+        alive = [storage for storage in self.storages if storage.death is None]
+        release()
+        return sum(storage.size_bytes for storage in alive if storage.death is not None)
 
     def alive(self, since: int = 0) -> np.ndarray:
         """Return the bytes alive during each operator, of storages made by operator `since` or later."""

@@ -33,7 +33,7 @@ from remat.recording.finish import Finish
 from remat.recording.tracker import Tracker
 from remat.workload.any_optimizer import AnyOptimizer
 from remat.workload.batches import on_device, tensors_of
-from remat.workload.held_outputs import HeldOutputs
+from remat.workload.held_outputs import HeldGraph, HeldOutputs
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, trainable
 
@@ -82,7 +82,7 @@ class Training:
         self._state = ModelState(self.model, step=workload.step)
         self._cacheless: list[Any] = []  # configurations that say so until the end
         self._parameters = {name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()}
-        self.finish, self.held_outputs = self._finish_with(None), HeldOutputs()
+        self.finish, self.held_outputs, self.held_graph = self._finish_with(None), HeldOutputs(), HeldGraph()
         self.set_batch(workload.batch_size, seed + 1)
 
     def apply(self, plan: Plan) -> None:
@@ -139,7 +139,7 @@ class Training:
         bring_weights_back(self.model)
         self.finish.let_go()
         self.finish = self._finish_with(None)
-        self.held_outputs.let_go()
+        self.let_go()
         self.model.zero_grad(set_to_none=True)
         self._state.put_back()
         with torch.no_grad():
@@ -175,10 +175,21 @@ class Training:
             note(parameter)
         return result, [found.get(id(parameter)) for parameter in trainable(self.model)]
 
+    @property
+    def holds(self) -> bool:
+        """Whether a step has tensors of the step before, as far as is known by now."""
+        return self.loop.holds_outputs or self.held_graph.keeps_tensors(self.model)
+
+    def let_go(self) -> None:
+        """Let go of what the loop holds of the last step."""
+        self.held_outputs.let_go()
+        self.held_graph.let_go()
+
     def forward_and_backward(self) -> torch.Tensor:
         holding = self.held_outputs.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
         with autocast_context(self.device, self.workload.autocast), holding:
             loss = self.workload.step(self.model, self.batch)
+        self.held_graph.hold(loss)
         loss.backward()
         self._libraries_keep = True
         return loss.detach()
@@ -203,7 +214,7 @@ class Training:
 
     def _released(self, alignment_bytes: int) -> tuple[int, Tracker]:
         """Free what no step keeps; return what is left (`_before`) without libraries' workspaces."""
-        self.held_outputs.let_go()
+        self.let_go()
         before = self._before(alignment_bytes)
         collect(self.device)
         return before
@@ -214,11 +225,11 @@ class Training:
         return release_libraries(self.device)
 
     def from_nothing_held(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Run `step` after enough steps whose outputs, or state, it holds.
+        """Run `step` after enough steps whose outputs, loss, or state, it holds.
 
         The profiler sees memory freed only if it saw it allocated.
         """
-        steps = max(2 if self.loop.holds_outputs else 1, self._steps_of_state(step))
+        steps = max(2 if self.holds else 1, self._steps_of_state(step))
 
         def repeated() -> None:
             for _ in range(steps):
@@ -342,9 +353,10 @@ def alive_over_step(
         training.step()
         before = training.bytes_before(1)
         release_memory(device)
-        training.held_outputs.let_go()
-        alone = len(allocation_events(training.step)) if training.loop.holds_outputs else 0
-        training.held_outputs.let_go()
+        holds = training.holds
+        training.let_go()
+        alone = len(allocation_events(training.step)) if holds else 0
+        training.let_go()
         events = allocation_events(training.from_nothing_held(training.step))
     times, sizes = np.array([e[0] for e in events]), np.array([e[1] for e in events], dtype=np.int64)
     times, alive = times[alone:], before + np.cumsum(sizes)[alone:]

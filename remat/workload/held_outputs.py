@@ -6,6 +6,9 @@ So the logits are there twice when a forward ends, and once through backward and
 
 `HeldOutputs` does what such a loop does, for records, replays and measurements of a loop that says so
 (`TrainingLoop.holds`). `LastOutputs` notices a loop that does it and has not said so. It holds weak references only.
+
+Every loop written out holds the last loss, and with it the graph that its backward has gone through. That keeps leaves
+that the step has made itself (`x.requires_grad_()`), with their gradients: `HeldGraph`.
 """
 
 from __future__ import annotations
@@ -71,6 +74,35 @@ class HeldOutputs:
             replace()
         else:
             self._replacing(replace)
+
+
+class HeldGraph:
+    """The graph of the last loss, held until the next forward returns."""
+
+    def __init__(self) -> None:
+        self._root: Any = None
+        self._keeps: bool | None = None
+
+    def hold(self, loss: torch.Tensor) -> None:
+        self._root = loss.grad_fn
+
+    def let_go(self) -> None:
+        self._root = None
+
+    def keeps_tensors(self, model: nn.Module) -> bool:
+        """Return whether the graph of a step of `model` keeps tensors after its backward; it is looked through once."""
+        if self._keeps is None and self._root is not None:
+            known = {id(parameter) for parameter in model.parameters()}
+            held = (tensor for node in _nodes([self._root]) for tensor in _kept_by(node))
+            self._keeps = any(id(tensor) not in known for tensor in held)
+        return bool(self._keeps)
+
+
+def _kept_by(node: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a node of a graph keeps besides those that it has saved for backward."""
+    for value in tree_leaves((getattr(node, "variable", None), dict(getattr(node, "__dict__", {})))):
+        if isinstance(value, torch.Tensor):
+            yield value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,14 +234,16 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 def parameters_reached(model: nn.Module, outputs: Sequence[torch.Tensor]) -> frozenset[str]:
     """Return the names of the parameters that a backward from `outputs` reaches."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    known, found = set(waiting), set()
+    leaves = (getattr(node, "variable", None) for node in _nodes([tensor.grad_fn for tensor in outputs]))
+    return frozenset(names[id(leaf)] for leaf in leaves if id(leaf) in names)
+
+
+def _nodes(roots: Sequence[Any]) -> Iterator[Any]:
+    """Iterate over the nodes of a graph that are reached from `roots`."""
+    waiting = [root for root in roots if root is not None]
+    known = set(waiting)
     while waiting:
-        node = waiting.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) in names:
-            found.add(names[id(leaf)])
+        yield (node := waiting.pop())
         new = {each for each, _ in node.next_functions if each is not None and each not in known}
         known |= new
         waiting += new
-    return frozenset(found)

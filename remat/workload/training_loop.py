@@ -32,8 +32,8 @@ class TrainingLoop:
         offload_optimizer: The optimizer's state is on the host between its steps (`remat.offload_optimizer`).
         step_in_backward: The optimizer steps each parameter in backward (`remat.step_in_backward`).
         weights_on_host: Number of layers whose frozen weights are streamed (`remat.offload_weights`).
-        holds: Tensors that the loop keeps until the next forward returns: "loss", or "outputs" of the model, as in
-            `logits, loss = model(x, y)`.
+        holds: Tensors that the loop keeps until the next forward returns: "loss", with leaves that the step has made,
+            or "outputs" of the model too, as in `logits, loss = model(x, y)`.
 
     Raises:
         UsageError: Two fields contradict each other.
