@@ -107,7 +107,7 @@ def assert_equal(model: str, target: str, accumulation: int = 1) -> Graph:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.often("resnet50-cpu", "qwen3-moe-h100-80gb")
+@pytest.mark.often("resnet50-cpu", "qwen3-moe-h100-80gb", "swin-base-h100-80gb")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("model", TEST_SIZES)
 def test_the_evaluator_s_peak_is_the_replay_s(model: str, target: str) -> None:

@@ -41,7 +41,8 @@ WRAPPED_NUMBERS = "numbers"  # in `Graph.fixed_bytes`: Python numbers that autog
 CHUNKED_ROWS = "chunked_rows("  # prefix of `Node.op` for chunked rows
 OUTSIDE = -1  # Node.call of operators outside the captured graphs
 CAST = "aten._to_copy.default"  # the operator kind that changes the dtype
-MADE_AGAIN = (CAST, "aten.lift_fresh.default")  # kinds whose result is never saved; the second brings in a constant
+# Kinds whose result is never saved: the second brings in a constant, the third sets strides (pooling to one pixel).
+MADE_AGAIN = (CAST, "aten.lift_fresh.default", "aten.as_strided_.default")
 DRAWN_LENGTHS = "drawn_lengths"  # key of `Graph.about`: whether lengths of sequences depend on what the batch draws
 GRAPH_CALLS = "graph_calls"  # key of `Graph.about`: how many a step makes, where the last of them have no nodes
 CALLED_MODULES = "called_modules"  # key of `Graph.about`: paths of the modules whose forward was called
