@@ -594,6 +594,17 @@ def test_a_plan_cuts_the_loss_where_nothing_else_fits() -> None:
     assert "no plan without them (--exact) fits" in plan_text(made)
 
 
+def test_the_least_budget_is_the_same_whatever_was_asked_for() -> None:
+    """Also below what the optimizer step needs, which is the same however the loss is computed."""
+    least, _ = tight(LARGER)
+    made = plan(LARGER, budget=least - 1, target="h100-80gb")
+    for budget in (1, made.predicted["peak_bytes"] // 2):
+        with pytest.raises(Infeasible) as refused:
+            plan(LARGER, budget=budget, target="h100-80gb")
+        assert refused.value.minimum_budget_bytes is not None
+        assert refused.value.minimum_budget_bytes < least
+
+
 def test_where_nothing_is_recomputed_the_loss_is_left_whole() -> None:
     made = plan(LARGER, budget="60GiB", target="h100-80gb")
     assert chunks_of(made.about) == ()

@@ -83,7 +83,7 @@ class ByHand:
     def refused(self, at: StepForm, budget_bytes: int, limits: Limits) -> Infeasible:
         return Infeasible("as it runs", minimum_budget_bytes=17 if at is self.captured else 18)
 
-    def exceeds_after_backward(self, budget_bytes: int) -> bool:
+    def exceeds_after_backward(self, budget_bytes: int, limits: Limits) -> bool:
         return self._exceeds
 
     def peak_bytes(self, found: Any) -> int:

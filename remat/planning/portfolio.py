@@ -4,7 +4,7 @@ Rule 1  A plan's price is the time that its step takes beyond the captured one: 
         what its form takes longer (smaller kernels, gradients added up) or, where groups are fused, shorter.
 Rule 2  A form that alone costs as much as the best plan so far is not searched; its own time bounds its plans. No
         other form is looked at where nothing needs to be recomputed, unless groups may be fused, and none where the
-        optimizer step alone exceeds the budget.
+        optimizer step exceeds the budget and is the least peak of the captured step.
 Rule 3  Every form is searched for `Clock.first_s`. The best one, a few whose bounds say that they may be better still,
         and the captured step if it may yet be taken, are searched again for longer. A search ends where its bound
         says that the best plan so far stands, or that no other is faster by more than `CLOSE` of the step.
@@ -130,7 +130,7 @@ class _FormSearch:
     def run(self) -> BestPlan:
         self.captured = self._searched(self._study.captured, self._limits.clock.first_s)
         try:
-            if not self._study.exceeds_after_backward(self._budget_bytes):
+            if not self._study.exceeds_after_backward(self._budget_bytes, self._limits):
                 self._search_others()
         except KeyboardInterrupt:
             if not self._plans:

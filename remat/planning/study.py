@@ -221,9 +221,10 @@ class Study:
         alike = (each for known, each in self._posed.items() if known.form.in_one_slice == at.form.in_one_slice)
         return next(alike, self._posed.get(self.captured))
 
-    def exceeds_after_backward(self, budget_bytes: int) -> bool:
-        """Return whether the optimizer step exceeds a budget, as it then does in every form."""
-        return self.problem(self.captured, 0).optimizer_peak_bytes > budget_bytes
+    def exceeds_after_backward(self, budget_bytes: int, limits: Limits) -> bool:
+        """Return whether the optimizer step exceeds a budget, and no plan has a higher peak: so it is in every form."""
+        peak_bytes = self.problem(self.captured, 0).optimizer_peak_bytes
+        return peak_bytes > budget_bytes and self.least(self.captured, limits).peak_bytes == peak_bytes
 
     def without_checkpointing(self) -> dict[str, Any]:
         """Return peak and time of the step without a plan."""
