@@ -15,7 +15,7 @@ from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import KEPT_OUTSIDE
 from remat.evaluation.plan import caveats
 from remat.execution.eager.replay import replay
-from tests.carrying import Stack, workload
+from tests.carrying import ROWS, WIDTH, Stack, workload
 from tests.toys import CHOICES, plan_by_hand, recorded
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
@@ -120,3 +120,39 @@ def test_a_compiled_loss_of_the_step_is_planned_uncompiled() -> None:
 
     peaks = [Memory(recorded(workload(Stack, step=each))[1]).curve(()).peak_bytes for each in (step, compiled)]
     assert peaks[0] == peaks[1]
+
+
+class Residual(Stack):
+    """A loop over blocks, one of which may have a backward hook: Dynamo then leaves the whole loop alone."""
+
+    @staticmethod
+    def layer() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(WIDTH, 64), torch.nn.GELU(), torch.nn.Linear(64, WIDTH))
+
+    def __init__(self, *, hooked: bool) -> None:
+        super().__init__(4)
+        if hooked:
+            self.layers[1].register_full_backward_hook(lambda module, of_inputs, of_outputs: None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        y: torch.Tensor = self.head(x).logsumexp(-1).mean()
+        return y
+
+
+def test_backward_hooks_that_end_a_graph_are_named() -> None:
+    def residual(*, hooked: bool) -> remat.Workload:
+        return workload(lambda: Residual(hooked=hooked), step=lambda model, batch: model(batch[0]))
+
+    about = recorded(residual(hooked=True))[1].about
+    assert any(
+        "backward hook on a module ends a graph (there are hooks on layers.1)" in said for said in caveats(about)
+    )
+
+    plan = remat.plan(residual(hooked=False), target="cpu", budget="1GiB")
+    model = remat.apply(Residual(hooked=True), plan)
+    with pytest.raises(
+        remat.PlanMismatch, match=r"hooks that it had not when planned \(on layers.1\): a backward hook"
+    ):
+        model(torch.zeros(ROWS, WIDTH))

@@ -433,11 +433,13 @@ def kept_outside(about: Mapping[str, Any]) -> list[str]:
     if not (kept := about.get(KEPT_OUTSIDE)):
         return []
     lines = first_few(line for line, _ in kept)
+    hooks = about.get("hooked")
+    by_hooks = f". A backward hook on a module ends a graph (there are hooks on {first_few(hooks)})" if hooks else ""
     or_planned = "" if about.get(WITH_STEP) else ", or plan the whole step (`workload.with_planned_step()`)"
     return [
         f"autograd keeps {gib(sum(size for _, size in kept))} of values that are made outside of the captured graphs "
         f"({lines}), and no plan drops them: compute them in the model's forward, in code that Dynamo traces"
-        f"{or_planned}"
+        f"{or_planned}{by_hooks}"
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.errors import UsageError
+from remat.errors import UsageError, require_argument
 from remat.evaluation.graph import WITH_STEP
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
@@ -66,6 +66,7 @@ class PlannedStep:
 
     def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss."""
+        require_argument("model", model, nn.Module, "a module: call `planned(model, batch)`")
         stepped = self.of(model)
         stepped.training = model.training
         loss: torch.Tensor = stepped(batch)

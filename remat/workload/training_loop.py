@@ -55,6 +55,7 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         for name in ("accumulation", "ranks"):
+            require_argument(name, getattr(self, name), int, "a whole number")
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}.")
         if self.holds not in HOLDS:

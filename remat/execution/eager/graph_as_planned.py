@@ -54,6 +54,12 @@ class GraphAsPlanned:
         """Return the error about the number of graph calls of a forward that has run; None if it is as planned."""
         if (count := running.graphs.count) == (planned := running.now.forward.calls):
             return None
+        if not count and (new := self._new_hooks):
+            return PlanMismatch(
+                f"the plan is for a model of {planned} graph calls, this forward made none, and has hooks that it had "
+                f"not when planned (on {', '.join(new[:3])}): a backward hook ends a graph. Make a plan for this model "
+                "with its hooks, or hook the whole model, or its tensors."
+            )
         return PlanMismatch(
             f"the plan is for a model of {planned} graph calls, this forward made {count}; "
             + (
@@ -102,6 +108,11 @@ class GraphAsPlanned:
             )
         return PlanMismatch(f"{'; '.join([*said, self._remedy(running, graph_module)])}.")
 
+    @property
+    def _new_hooks(self) -> list[str]:
+        """Paths of the modules that have hooks, and had none when planned."""
+        return [path for path in hooked(self._model) if path not in self._plan.about.get("hooked", ())]
+
     def _remedy(self, running: RunningForward, graph_module: fx.GraphModule) -> str:
         """Suggest a remedy for a graph that differs from the planned one, by its probable cause."""
         remedy = self._as_planned.grown() or _remedy_for_mask(running, graph_module)
@@ -112,7 +123,7 @@ class GraphAsPlanned:
             return "this batch has no rows, for which Dynamo traces another graph: leave it out"
         if checkpoints_itself(self._model):
             return "turn gradient_checkpointing off in this model, the plan decides what is recomputed, or plan with it"
-        if new := [path for path in hooked(self._model) if path not in self._plan.about.get("hooked", ())]:
+        if new := self._new_hooks:
             return (
                 f"make a plan for this model with its hooks (on {', '.join(new[:3])}). A hook that reads a number off "
                 "a tensor (`float()`, `item()`) has no plan: let it keep the tensor, detached, and read it later"
