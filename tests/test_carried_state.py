@@ -37,7 +37,6 @@ from tests.carrying import (
     CARRYING,
     CLASSES,
     COUNTING,
-    ROWS,
     WIDTH,
     Banked,
     Buffered,
@@ -322,47 +321,6 @@ def test_a_table_that_is_made_once_is_made_before_the_first_step_which_keeps_the
         warnings.filterwarnings("ignore", message=".*of gradients are there")
         model = is_bitwise(work, plan, 1)
     assert counts_of(model).regions == len(plan.regions)
-
-
-class Momentum(Stack):
-    """Compares with a running average of its layers, whose weights every forward swaps, as it does a buffer."""
-
-    average: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__(4)
-        self.target = copy.deepcopy(self.layers).requires_grad_(False)
-        self.register_buffer("average", torch.zeros(ROWS, 4 * WIDTH))
-
-    @torch.no_grad()
-    def swap(self) -> None:
-        for mean, weight in zip(self.target.parameters(), self.layers.parameters(), strict=True):
-            mean.data = mean.data * 0.9 + weight.data * 0.1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        with torch.no_grad():
-            self.swap()
-            for layer in self.target:
-                x = layer(x)
-            self.average = self.average * 0.9 + x.repeat(1, 4)
-        z: torch.Tensor = y - self.average.mean(1, keepdim=True)
-        return z
-
-
-def test_weights_and_buffers_that_a_forward_swaps_count_once() -> None:
-    work = workload(Momentum)
-    step, graph = recorded(work)
-    sizes = {name: tensor.nbytes for name, tensor in (*step.model.named_parameters(), *step.model.named_buffers())}
-    swapped = sum(size for name, size in sizes.items() if name.startswith(("target", "average")))
-    assert sum(size for size, _ in graph.held_outputs) == swapped
-    assert graph.fixed_bytes["parameters"] == sum(sizes.values()) - swapped and "buffers" not in graph.fixed_bytes
-    plan = remat.plan(work, budget="85%step", target="cpu")
-    report = validate(work, plan, device="cpu", repeats=1)
-    assert report.untouched is not None and plan.regions
-    pairs = (plan.predicted, report.measured), (plan.without_checkpointing, report.untouched)
-    assert all(0 <= predicted["peak_bytes"] - measured["peak_bytes"] <= 1024 for predicted, measured in pairs)
-    is_bitwise(work, plan, 3)
 
 
 class Target(Stack):

@@ -50,7 +50,6 @@ from remat.recording.repeated_step import RepeatedStep
 from remat.recording.sequences import sequences_of_known_lengths
 from remat.recording.sources import Sources
 from remat.recording.step_graphs import StepGraphs
-from remat.recording.swapped_weights import Weights, parts_of
 from remat.recording.traced_forwards import ParametersSeen, TracedForwards, outermost_calls
 from remat.recording.tracked_copies import TrackedStateCopies
 from remat.recording.tracker import Tracker
@@ -128,7 +127,6 @@ class FakeStep:
         self._replaced = {"": ReplacedForward(self.model)}
         self._ones = seen
         self._settled = self._has_state = False
-        self._swapped: frozenset[str] = frozenset()  # names of parameters and buffers that a forward replaces
         self._touched: list[torch.Tensor] = []  # tensors that code names beside the model's state, in the first step
         self.early, self.held_numbers = EarlyObservations(), Numbers(None, ())
         self._appended = AppendedLists(None, ())
@@ -225,10 +223,8 @@ class FakeStep:
         """Run the forward of a first step; `warm_up` continues the last one that settling ran."""
         self.held_outputs.let_go()
         self.model.zero_grad(set_to_none=True)
-        weights = Weights(self.model)
         with ParametersSeen(alignment_bytes, self.model, self.calls, self.state().named) as tracker:
             self._begun = tracker, self._forward_under(tracker)
-        self._swapped |= weights.swapped(self.model)
         self.trails.append(trail_of(tracker))
 
     def _find_appended(self) -> None:
@@ -277,7 +273,7 @@ class FakeStep:
             before = self.state()
             if before.only_once:
                 return None
-            self._fix_all(tracker)
+            self.fix_state(tracker)
             try:
                 with tracker, way():
                     self.forward()
@@ -290,7 +286,7 @@ class FakeStep:
     @contextlib.contextmanager
     def between_steps(self, tracker: Tracker) -> Iterator[None]:
         """Enter the context of a loop's work between steps without gradients, under `tracker`; nothing is traced."""
-        self._fix_all(tracker)
+        self.fix_state(tracker)
         self.calls.begin()
         with self._on_fakes(), self.untraced(), self._outside_kernels(), torch.no_grad(), tracker:
             yield
@@ -682,7 +678,6 @@ class FakeStep:
         Return the bytes that the graph of its loss keeps until a loop lets go of that loss, as the next forward ends.
         """
         with self._on_fakes(), tracker:
-            tracker.follow_older(self._swapped_parts)
             if self._has_state:
                 tracker.follow_older([*self.state().unregistered, *self._touched])
             loss = self._forward_under(tracker)
@@ -697,13 +692,12 @@ class FakeStep:
             return tracker.freed_by(graph.clear)
 
     def fix_state(self, tracker: Tracker) -> dict[str, int]:
-        """Tell `tracker` the tensors from before the step that stay; return their bytes by category."""
+        """Tell `tracker` the tensors from before the step; return their bytes by category."""
         parameters = list(self.model.parameters())
         beside = [list(tensors_beside(p)) for p in parameters]
-        staying = [p for name, p in self.model.named_parameters() if name not in self._swapped]
         fixed = {
-            "parameters": self._here_of(staying, tracker) + tracker.fix(beside),
-            "buffers": tracker.fix([b for name, b in self.model.named_buffers() if name not in self._swapped]),
+            "parameters": self._here_of(parameters, tracker) + tracker.fix(beside),
+            "buffers": tracker.fix(list(self.model.buffers())),
             "batch": tracker.fix(tensors_of(self.batch)),
             "gradients": tracker.fix([p.grad for p in parameters if p.grad is not None]),
             OPTIMIZER_STATE: tracker.fix(self.finish.state),
@@ -712,15 +706,6 @@ class FakeStep:
             "gradient buckets": sum(map(tracker.bytes_of, trainable(self.model))) if self.loop.ddp else 0,
         }
         return {name: size for name, size in fixed.items() if size}
-
-    def _fix_all(self, tracker: Tracker) -> None:
-        """Tell `tracker` all tensors from before the step."""
-        self.fix_state(tracker)
-        tracker.fix(self._swapped_parts)
-
-    @property
-    def _swapped_parts(self) -> list[torch.Tensor]:
-        return parts_of(self.model, self._swapped)
 
     def _here_of(self, parameters: list[nn.Parameter], tracker: Tracker) -> int:
         """Return the bytes of `parameters` on the device, including the streamed layers that are there at once."""

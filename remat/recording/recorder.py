@@ -122,7 +122,7 @@ def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) ->
     lasting, replaced = recorder.state_of_the_step_before()
     if lasting:
         fixed[STATE] = lasting
-    before += lasting + sum(size for size, _ in replaced)
+        before += lasting
     on_cpu = step.device.type == "cpu" and alignment_bytes == 1  # elsewhere they are not on the device
     if recorder.wrapped_numbers and on_cpu:
         fixed[WRAPPED_NUMBERS] = WRAPPED_NUMBER_BYTES * recorder.wrapped_numbers

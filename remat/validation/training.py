@@ -30,7 +30,6 @@ from remat.execution.apply import apply, remove
 from remat.host.weights import bring_weights_back, offload_weights, weights_on_host
 from remat.recording.fake_step import autocast_context
 from remat.recording.finish import Finish
-from remat.recording.swapped_weights import Weights, parts_of
 from remat.recording.tracker import Tracker
 from remat.workload.any_optimizer import AnyOptimizer
 from remat.workload.batches import on_device, tensors_of
@@ -80,7 +79,6 @@ class Training:
         with torch.device(device):
             self.model = workload.build().to(device).train()
         self._libraries_keep = False  # workspaces, from the first step on
-        self._swapped: frozenset[str] | None = None  # names of weights that a step replaces; known once one has run
         self._state = ModelState(self.model, step=workload.step)
         self._cacheless: list[Any] = []  # configurations that say so until the end
         self._parameters = {name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()}
@@ -189,12 +187,9 @@ class Training:
 
     def forward_and_backward(self) -> torch.Tensor:
         holding = self.held_outputs.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
-        weights = Weights(self.model) if self._swapped is None else None
         with autocast_context(self.device, self.workload.autocast), holding:
             loss = self.workload.step(self.model, self.batch)
         self.held_graph.hold(loss)
-        if weights is not None:
-            self._swapped = weights.swapped(self.model)
         loss.backward()
         self._libraries_keep = True
         return loss.detach()
@@ -279,12 +274,8 @@ class Training:
 
     @property
     def _replaceable(self) -> list[torch.Tensor]:
-        """State of the model that a step may replace; with an optimizer that is not torch's, its state and all weights.
-
-        Of parameters and buffers, those that the first step has replaced.
-        """
+        """State of the model outside its buffers; with an optimizer that is not torch's, its state and the weights."""
         found = list(ModelState(self.model, data=False, step=self.workload.step).unregistered)
-        found += parts_of(self.model, self._swapped or ())
         if self.finish.state and not type(self.finish.optimizer.alone).__module__.startswith("torch.optim."):
             found += [*self.finish.state, *self.model.parameters()]
         return [tensor for tensor in found if tensor.device.type == self.device.type]
