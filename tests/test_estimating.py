@@ -18,12 +18,14 @@ from remat.costing.profile import Profile
 from remat.evaluation import breakdown
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import Graph
-from remat.planning.advice import CHUNKS, advise, with_chunked_loss, with_fused_attention
+from remat.planning.advice import CHUNKS, Lever, advise, with_chunked_loss, with_fused_attention
 from remat.planning.estimate import estimate_of
 from remat.planning.profiling import fake_step, profile_step
+from remat.planning.request import FormChoice
 from remat.planning.timeline import POINTS, StepTimeline, save_snapshot, timeline
 from remat.workload.training_loop import TrainingLoop
 from tests.cached import cached
+from tests.studies import forms_of
 from tests.toys import TRANSFORMER, Transformer, every_block
 
 WIDE = dataclasses.replace(TRANSFORMER, build=functools.partial(Transformer, layers=3, width=64), seq_len=32)
@@ -175,6 +177,24 @@ def test_levers_are_what_recording_again_finds() -> None:
     assert by_name["micro-batch 2"].peak_bytes == Memory(profiled(1, 2).graph).peak_without_checkpointing
     assert {"micro-batch 2", "weights, gradients and state in bf16", f"a loss in {CHUNKS} chunks"} <= set(by_name)
     assert any("zero3" in lever.what for lever in found)
+
+
+@pytest.mark.exhaustive
+def test_levers_are_the_same_of_a_step_that_ran_in_another_form() -> None:
+    place, loop = find_planning_device("h100-80gb"), TrainingLoop(holds="outputs", accumulation=2)
+    step = fake_step(WIDE, place, loop=loop)
+    profile = profile_step(step, place)
+
+    def levers() -> list[Lever]:
+        return advise(
+            *(WIDE, place, loop, profile.graph, lambda graph, costs: Memory(graph).curve(()).peak_bytes), step=step
+        )
+
+    expected = levers()
+    step.train_by(loop, WIDE.optimizer)
+    profile_step(step, place)
+    forms_of(step, profile, FormChoice(large=0.0)).in_slices(2)
+    assert levers() == expected
 
 
 @pytest.mark.exhaustive

@@ -126,6 +126,11 @@ def test_a_plan_within_a_two_thousandth_of_the_step_of_its_bound_is_not_searched
     assert len([slices for slices, _, _ in study.asked if slices]) == searches
 
 
+def test_a_search_without_a_plan_does_not_suffice() -> None:
+    assert not Limits(close_us=1.0).suffices(math.inf, 0.0)
+    assert Limits(close_us=1.0).suffices(1000.0, 999.5)
+
+
 CAPTURED_AGAIN = [
     # price and bound of the step as captured within seconds; and later; price and bound of the outcome
     pytest.param((110.0, 20.0), (98.0, 98.0), (98.0, 98.0), id="may-yet-be-the-one-to-take"),

@@ -47,6 +47,8 @@ class Limits:
     def suffices(self, objective_us: float, bound_us: float) -> bool:
         """Return whether a plan is close enough to its bound to end a search."""
         left_us, least_us = objective_us - bound_us, max(objective_us, 1.0)
+        if math.isinf(objective_us):  # there is no plan yet
+            return False
         return left_us <= self.gap * least_us or left_us <= min(SMALL_GAP * least_us, self.close_us)
 
     def at_most(self, time_s: float) -> Limits:

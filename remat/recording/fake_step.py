@@ -322,6 +322,7 @@ class FakeStep:
     def train_by(self, loop: TrainingLoop, optimizer: Callable[..., Any] | None) -> None:
         """Train in another loop and by another `Workload.optimizer`, from the next warm-up on."""
         self.workload, self.loop = dataclasses.replace(self.workload, optimizer=optimizer), loop
+        self.trails.clear()  # also of other forms, if the loop holds outputs
         self._begin_training()
 
     @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from remat.cli.commands.files import spec_in
 from remat.cli.commands.options import PricedOptions, SourceOptions, StepOptions
-from remat.errors import Infeasible, UsageError
+from remat.errors import Infeasible, RematError, UsageError
 from remat.units import gib
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def levers_where_infeasible(source: Source, study: Study, line: LiveLine, *, wan
             levers = advise(
                 *(workload, source.place, source.loop, whole, least_peak_of), step=study.step, losses_are_cut=is_cut
             )
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, RematError):
             raise error from None
         helping = [lever for lever in levers if lever.peak_bytes < error.minimum_budget_bytes]
         message = f"{error} {_levers_text(helping, budget.limit_bytes)}"
