@@ -222,7 +222,7 @@ class Study:
         return next(alike, self._posed.get(self.captured))
 
     def exceeds_after_backward(self, budget_bytes: int, limits: Limits) -> bool:
-        """Return whether the optimizer step exceeds a budget, and no plan has a higher peak: so it is in every form."""
+        """Return whether the optimizer step exceeds a budget and is the least peak: every form needs as much."""
         peak_bytes = self.problem(self.captured, 0).optimizer_peak_bytes
         return peak_bytes > budget_bytes and self.least(self.captured, limits).peak_bytes == peak_bytes
 
