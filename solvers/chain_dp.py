@@ -110,7 +110,7 @@ class Incumbent:
     def suffices(self, limits: Limits) -> bool:
         """Return whether the search may end: the plan is as good as any, or no better one would be used."""
         is_of_no_use = self.regions is not None and self.bound_ns >= limits.below_us * NS
-        return is_of_no_use or self.closed(limits.gap) or limits.suffices(self.objective_ns / NS, self.bound_ns / NS)
+        return is_of_no_use or self.infeasible or limits.suffices(self.objective_ns / NS, self.bound_ns / NS)
 
     def closes(self, bound_ns: float, gap: float) -> bool:
         """Return whether no plan beats the best known one by more than `gap` if `bound_ns` is a bound."""

@@ -20,7 +20,7 @@ MOST_WIDTHS = 16
 
 
 def cheapest(problem: Problem) -> Proposal | None:
-    """Return a plan that keeps the budget, without regions that it can do without; None if none is found."""
+    """Return a plan that keeps the budget, after dropping regions while it does; None if none is found."""
     passes = _Passes(problem)
     chosen = passes.lowest()
     if excess_bytes(problem, _joined(chosen)):

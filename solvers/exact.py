@@ -33,6 +33,7 @@ CHAIN_SHARE = 0.8  # of a time limit: the search in the remaining time rarely pr
 ALONE_SHARE = 0.4  # of a time limit, for the plan without offloads: the one with them is never slower
 ROUNDS = (0.5, 0.7, 1.0)  # of the rest of the chain's time, with a link
 ROUND_REDUCTION = 0.98  # of the recompute time: another round needs at least this reduction
+INNER_SHARE = 0.2  # of the remaining time, where a step runs backward inside: its bound is too loose to close
 LATE_SHARE = 0.3  # of a time limit: with less left no other search is begun
 MANY_RUNS = 500  # with more runs, a search for the last SMALL_GAP is not worth its time
 MANY_TRANSITIONS = 20_000  # too many even to tell which runs are useful, for that gap
@@ -156,11 +157,9 @@ def _searched(problem: Problem, limits: Limits, found: chain_dp.Incumbent, start
     if small and (useful is None or len(useful) > MANY_RUNS):
         return start
     _tell(limits, start.objective_us, start.bound_us)
-    search = limits.left(started)
+    search = limits.left(started, INNER_SHARE if problem.graph.inner else 1.0)
     if start.status == "feasible" and limits.time_s is None:
         search = dataclasses.replace(limits, time_s=limits.clock.program_s)
-    if problem.graph.inner:  # its bound is too loose to close
-        search = search.at_most(limits.clock.longer_s)
     from remat.solvers import cp_sat, milp
 
     if useful is not None and len(useful) <= MANY_RUNS:

@@ -255,7 +255,7 @@ def attacked(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch + noise.detach()).square().mean()
 
 
-def test_an_adversarys_passes_are_cut_as_by_hand() -> None:
+def test_an_adversarys_passes_have_a_plan_within_two_thirds_of_their_peak() -> None:
     workload = Workload("attacked", Blocks, lambda n, _: torch.zeros(n, 3, 16, 16), attacked, 8)
     graph = graph_of(workload)
     problem = Problem(graph, estimated_costs(graph, TARGETS["a100-80gb"]), find_space(graph), 1 << 60)
