@@ -47,19 +47,34 @@ from tests.cached import cached
 from tests.studies import fit_all, micro_batches
 from tests.test_chunking import LANGUAGE
 from tests.test_fusion import workload as decoder
-from tests.toys import CONVNET, TRANSFORMER, Transformer, every_block
+from tests.toys import CONVNET, TRANSFORMER, WIDTH, Transformer, every_block
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 TARGET = "h100-80gb"
+
+
+class Noisy(Transformer):
+    """Adds noise that it draws in its first forward and keeps, for every sample."""
+
+    noise: torch.Tensor | None = None
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        if self.noise is None:
+            self.noise = torch.randn(*ids.shape, WIDTH, device=ids.device)
+        return super().forward(ids, labels) + self.noise.mean()
+
+
 WIDE = dataclasses.replace(TRANSFORMER, build=functools.partial(Transformer, layers=2, width=64), seq_len=32)
+KEEPING = dataclasses.replace(TRANSFORMER, build=functools.partial(Noisy, layers=2))
+MODELS = {"transformer": WIDE, "convnet": CONVNET, "keeping": KEEPING}
 DECODER = decoder().sized(24)  # whose norms and gates are groups
 LIMITS = Limits(time_s=20)
 
 
 @cached
 def at(batch_size: int, model: str = "transformer", accumulation: int = 1) -> Graph:
-    workload, place = {"transformer": WIDE, "convnet": CONVNET}[model].sized(batch_size), find_planning_device(TARGET)
+    workload, place = MODELS[model].sized(batch_size), find_planning_device(TARGET)
     step = fake_step(workload, place, loop=TrainingLoop(accumulation=accumulation))
     return with_library_workspaces(record(step, alignment_bytes=place.target.alignment_bytes), place.target)
 
@@ -113,10 +128,11 @@ def beside_states(graph: Graph, share: float) -> int:
         ("transformer", True, (13,)),
         ("convnet", False, (13,)),
         ("convnet", True, (3, 27)),
+        ("keeping", False, (13,)),
     ],
 )
 def test_two_records_give_the_step_at_any_batch(model: str, accumulates: bool, sizes: tuple[int, ...]) -> None:
-    look = search(GIB, {"transformer": WIDE, "convnet": CONVNET}[model])
+    look = search(GIB, MODELS[model])
     assert look._family(accumulates) is not None  # else each size would have a record of its own
     for size in sizes:
         scaled, real = look.profile(size, accumulates).graph, at(size, model, 2 if accumulates else 1)

@@ -16,7 +16,7 @@ import numpy as np
 
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.forwards import FORWARDS
-from remat.evaluation.graph import FORWARD_ALONE, Graph, OpKind, SavedTensors, Storages, forward_alone_bytes
+from remat.evaluation.graph import FORWARD_ALONE, STATE, Graph, OpKind, SavedTensors, Storages, forward_alone_bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,13 +58,15 @@ class Family:
             dataclasses.replace(a, made_bytes=int(line(a.made_bytes, b.made_bytes)))
             for a, b in zip(low.nodes, high.nodes, strict=True)
         )
+        fixed = low.fixed_bytes
+        state = {STATE: int(line(fixed[STATE], high.fixed_bytes[STATE]))} if STATE in fixed else {}
         bare = dataclasses.replace(
             low,
             nodes=tuple(nodes),
             kinds=kinds,
             op_kind=op_kind,
             storages=dataclasses.replace(low.storages, size_bytes=sizes),
-            fixed_bytes={**low.fixed_bytes, "batch": int(batch.sum())},
+            fixed_bytes={**fixed, **state, "batch": int(batch.sum())},
             first_step_bytes=int(line(low.first_step_bytes, high.first_step_bytes)),
             held_outputs=tuple(
                 (int(line(a, b)), until) for (a, until), (b, _) in zip(low.held_outputs, high.held_outputs, strict=True)
@@ -86,7 +88,7 @@ class Family:
             saved_tensors=dataclasses.replace(
                 low.saved_tensors, copy_bytes=self._rounded(low.saved_tensors.copy_bytes)
             ),
-            fixed_bytes={**self.low.fixed_bytes, "batch": int(self._rounded(batch).sum())},
+            fixed_bytes={**self.low.fixed_bytes, **state, "batch": int(self._rounded(batch).sum())},
             held_outputs=tuple((int(self._rounded(np.asarray(size))), until) for size, until in bare.held_outputs),
         )
         # Storages of the untraced step are not known one by one: rounding adds as much there as at the traced peak.
