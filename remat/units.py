@@ -48,6 +48,8 @@ def parse_bytes(text: str, *, what: str = "size", whole_bytes: int | None = None
         return _whole(float(match[1]) / 100 * whole_bytes, what, text)
     if (match := _BYTES.fullmatch(text)) and (unit := _UNITS.get(match[2].lower())):
         return _whole(float(match[1]) * unit, what, text)
+    if "%" in text:
+        raise UsageError(f"{what} {text!r} is not a share; write for example 70%, or as a budget 70%step of the step.")
     raise UsageError(
         f"{what} {text!r} is not a number in digits with a unit (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB); write for "
         "example 20GiB, 20GB or 21474836480B."

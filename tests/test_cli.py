@@ -278,6 +278,7 @@ def test_a_plan_short_of_the_proof_says_how_far() -> None:
         pytest.param(stack("--model", ""), "--model is missing", id="empty-model"),
         pytest.param(stack("--bogus"), "No such option: --bogus", id="option"),
         pytest.param(stack(budget="20"), "'20' is not a number in digits with a unit", id="no-unit"),
+        pytest.param(stack(budget="70%steps"), "write for example 70%, or as a budget 70%step", id="share"),
         pytest.param(stack(budget="-5GiB"), "'-5GiB' is not a number in digits with a unit", id="negative"),
         pytest.param(stack(budget="0%step"), "a budget is more than 0 bytes, and this is '0%step'", id="nothing"),
         pytest.param(stack(budget="nanGiB"), "'nanGiB' is not a number in digits", id="not-a-number"),
