@@ -301,6 +301,7 @@ def test_rows_of_one_sequence_under_a_plan_for_packed_rows_are_right_and_said_no
         pytest.param(lambda ids: torch.ones_like(ids), True, id="ones_like"),
         pytest.param(lambda ids: torch.ones(ids.shape, dtype=torch.bool).long(), True, id="cast"),
         pytest.param(lambda ids: torch.full(ids.shape, 1), True, id="full"),
+        pytest.param(lambda ids: ids.new_full(ids.shape, 1), True, id="new_full"),
         pytest.param(lambda ids: ids.new_ones(ids.shape[1]).unsqueeze(0).expand(ids.shape), True, id="expanded"),
         pytest.param(lambda ids: torch.zeros_like(ids), False, id="zeros"),
         pytest.param(lambda ids: torch.full(ids.shape, 2), False, id="full-of-two"),

@@ -247,6 +247,24 @@ def test_what_has_no_rule_is_left_whole(loss: Callable[..., torch.Tensor]) -> No
     assert WHY[loss.__name__] in left.why and left.logits_bytes
 
 
+class Overwriting(Language):
+    """Writes into the rows of its logits before their loss, as an activation asked by position to do so does."""
+
+    def __init__(self, loss: Callable[..., torch.Tensor]):
+        super().__init__(loss)
+        self.head.requires_grad_(False)  # its product keeps no rows
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = 1.5 * self.embed(ids)
+        logits = self.head(x)
+        beside = nn.Hardswish(inplace=True)(x).mean()
+        return {"loss": plain(logits, labels) + beside}
+
+
+def test_a_loss_whose_rows_are_overwritten_is_left_whole() -> None:
+    assert find_heads(captured(plain, Overwriting)) == []
+
+
 class ByOperator(Language):
     """Its logits are a product with the transposed weight."""
 

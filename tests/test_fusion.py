@@ -214,8 +214,9 @@ def test_nothing_that_is_written_in_place_is_in_a_group() -> None:
         lambda h: torch._foreach_add_([h], 1.0),
         lambda h: h.masked_fill_(h > 0, 0.0),
         lambda h: torch.add(h.detach(), 1, out=h.detach()),
+        lambda h: F.batch_norm(h.detach(), running_mean=h.detach()[0], running_var=h.detach()[1], training=True),
     ],
-    ids=["leaky", "hardswish", "dropout", "foreach", "masked_fill", "out"],
+    ids=["leaky", "hardswish", "dropout", "foreach", "masked_fill", "out", "statistics"],
 )
 def test_whoever_may_write_keeps_what_it_is_given_out_of_groups(write: Callable[[torch.Tensor], Any]) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:

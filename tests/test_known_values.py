@@ -100,6 +100,12 @@ def test_writing_something_unknown_into_a_view_makes_its_base_unknown(known: Kno
     assert other.tolist() == [0, 7, 7]
 
 
+def test_writing_into_an_empty_tensor_leaves_other_empty_ones_known(known: KnownValues) -> None:
+    one, other = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    one.add_(torch.randint(3, (0,)))
+    assert known.of(one) is None and known.of(other) is not None
+
+
 def test_what_is_overwritten_as_a_whole_is_known_until_a_view_from_before_is_written_into(known: KnownValues) -> None:
     base = torch.empty(3).long()
     part = base[1:]

@@ -70,7 +70,7 @@ class Model(nn.Module):
         self.pair = (torch.zeros(1), Plain())
         self.queue, self.ids = collections.deque([torch.zeros(1)], maxlen=2), {1}
         self.slotted, self.array, self.turns = Slotted(), np.zeros(3), itertools.count()
-        self.listed = iter([1, 2])
+        self.listed, self.unset = iter([1, 2]), float("nan")
         self.generators = [torch.Generator(), random.Random(0), np.random.default_rng(0), np.random.RandomState(0)]
         self.name = types.SimpleNamespace(text="before")
         count = 0
@@ -91,6 +91,7 @@ CHANGES: dict[str, tuple[Callable[[Model], Any], dict[str, str]]] = {
     "attribute": (lambda m: setattr(m, "nothing", torch.ones(1)), {"nothing": TENSOR}),
     "number": (lambda m: setattr(m, "steps", 1), {"steps": NUMBER}),
     "float": (lambda m: setattr(m, "rate", 0.25), {"rate": NUMBER}),
+    "number from nan": (lambda m: setattr(m, "unset", 0.5), {"unset": NUMBER}),
     "new attribute": (lambda m: setattr(m, "new", 1), {"new": OTHER}),
     "lost attribute": (lambda m: delattr(m, "rate"), {"rate": OTHER}),
     "in place": (lambda m: m.plain.add_(1), {"plain": TENSOR}),

@@ -280,6 +280,18 @@ def test_an_error_of_build_itself_is_told_as_it_is() -> None:
         FakeStep(Workload("none", build, rows, squared, batch_size=4), device=CPU)
 
 
+def test_a_build_that_cannot_reach_a_model_called_meta_runs_once() -> None:
+    runs = []
+
+    def build() -> nn.Module:
+        runs.append(torch.empty(1).device.type)
+        raise OSError("meta-llama/Llama-3.1-8B is a gated repo")
+
+    with pytest.raises(CaptureError, match=r"meta-llama/Llama-3\.1-8B is a gated repo"):
+        FakeStep(Workload("gated", build, rows, squared, batch_size=4), device=CPU)
+    assert runs == ["meta"]
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [

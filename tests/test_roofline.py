@@ -71,6 +71,7 @@ def embedding() -> None:
         pytest.param(lambda: torch.empty(100).add_(torch.empty(100)), "add_", 3 * 400, id="in-place"),
         pytest.param(lambda: torch.empty(100) + torch.empty(100), "add", 3 * 400, id="out-of-place"),
         pytest.param(lambda: torch.empty(100).zero_(), "zero_", 400, id="zero"),
+        pytest.param(lambda: torch.empty(100).exponential_(), "exponential_", 400, id="drawn"),
         pytest.param(lambda: torch.empty(100).copy_(torch.empty(100, dtype=BF16)), "copy_", 600, id="copy"),
         pytest.param(lambda: torch.empty(100), "empty", 0, id="empty"),
         pytest.param(

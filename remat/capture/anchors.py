@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from remat._torch.recording import unwrapped
-from remat.capture.nodes import around_regions, bracket_of, called, captured_nodes, may_draw
+from remat.capture.nodes import around_regions, asked, bracket_of, called, captured_nodes, may_draw
 from remat.evaluation.identity import Identity, NodeId, canonical, key_of
 from remat.evaluation.writes import written_for_long
 
@@ -83,7 +83,7 @@ def _identities(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> Iterator[
 
 def _counts(node: fx.Node, op: str, owned: bool, made_bytes: int, state: _Storages) -> bool:
     """Return whether `node` costs or keeps something, whatever the batch."""
-    if writes(node):
+    if _says_it_writes(node):
         return (owned or state.is_older(node)) and _dimensions(_value(_written(node))) > 0
     if not owned or op in _MAY_VIEW:
         return False
@@ -162,6 +162,11 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def writes(node: fx.Node) -> bool:
     """Return whether `node` changes one of its inputs, by its name or its `inplace`."""
+    return _says_it_writes(node) or bool(asked(node, "inplace"))
+
+
+def _says_it_writes(node: fx.Node) -> bool:
+    """Return whether `node` says so by its name or a keyword, as identities in plan files have it."""
     op = canonical(called(node))
     return op == "setitem" or (op.endswith("_") and not op.startswith("_")) or node.kwargs.get("inplace") is True
 

@@ -45,7 +45,7 @@ PADDED_BATCH = (
     "zeros"
 )
 _MAKE_ONES = {"ones", "ones_like", "new_ones"}
-_MAKE_FULL = {"full", "full_like", "new_full"}
+_MAKE_FULL = {"full": 1, "full_like": 1, "new_full": 2}  # where they take their value
 _PASS_ON = {"_to_copy", "clone", "detach", "alias", "view", "expand", "unsqueeze"}
 _ONES = {torch.ones, torch.ones_like, "new_ones"}
 _SAME_DATA = {"to", "view", "bool", "contiguous"}  # methods after which a mask of ones is one still
@@ -117,7 +117,7 @@ class OnesSeen(TorchDispatchMode):
                     self._ones.pop(id(tensor.untyped_storage()), None)
         elif isinstance(out, torch.Tensor) and (
             name in _MAKE_ONES
-            or (name in _MAKE_FULL and args[1] == 1)
+            or (name in _MAKE_FULL and args[_MAKE_FULL[name]] == 1)
             or (name in _PASS_ON and isinstance(args[0], torch.Tensor) and self.hold(args[0]))
         ):
             self._ones[id(out.untyped_storage())] = out.untyped_storage()

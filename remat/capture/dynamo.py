@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -531,10 +532,13 @@ def _not_built(error: Exception, where: str = "") -> RematError:
     return CaptureError(f"the model cannot be built{where}: {said.rstrip('.')}.")
 
 
+_META = re.compile(r"(?<![\w/-])meta(?![\w/-]|\.\w)")  # the device, and not meta-llama/Llama-3.1-8B or metadata.json
+
+
 def _reads_data(error: BaseException | None) -> bool:
     """Return whether an error or its cause is a read of data on the meta device."""
     said = str(error).lower()
-    if "meta" in said or "tensor.__format__" in said:
+    if _META.search(said) or "tensor.__format__" in said:
         return True
     return error is not None and _reads_data(error.__cause__)
 

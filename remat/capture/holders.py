@@ -167,7 +167,10 @@ def _is_at(iterator: Any, copied: Any) -> bool:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and isinstance(one, NUMBERS) and bool(one == other or one != one)
+    """Return whether two numbers are equal; a NaN is equal to itself here."""
+    return (
+        type(one) is type(other) and isinstance(one, NUMBERS) and bool(one == other or (one != one and other != other))
+    )
 
 
 def _kind_of(one: Any, other: Any) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,6 +58,22 @@ def called(node: fx.Node) -> str:
     return str(node.meta["called"])
 
 
+def asked(node: fx.Node, argument: str) -> Any:
+    """Return the value that `node` passes for an argument of its Python function; None if there is no such argument."""
+    if argument in node.kwargs:
+        return node.kwargs[argument] or None
+    place = _place_of(node.target, argument) if inspect.isfunction(node.target) else len(node.args)
+    return node.args[place] or None if place < len(node.args) else None
+
+
+@functools.cache
+def _place_of(function: Callable[..., Any], argument: str) -> int:
+    """Return the position of an argument of a Python function; a number above all others if it has none."""
+    names = [each.name for each in inspect.signature(function).parameters.values() if each.kind in _BY_POSITION]
+    return names.index(argument) if argument in names else sys.maxsize
+
+
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _RANDOM_FUNCTIONS = re.compile(
     r".*dropout\d*_?|rand.*|bernoulli_?|normal_?|uniform_|exponential_|.*rrelu_?|gumbel_softmax|multinomial|poisson"
 )

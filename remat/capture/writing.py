@@ -7,7 +7,6 @@ all that it is given.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from remat.capture.anchors import storage_key
-from remat.capture.nodes import bracket_of, called
+from remat.capture.nodes import asked, bracket_of, called
 from remat.evaluation.identity import canonical
 
 _PURE = """
@@ -35,7 +34,7 @@ _PURE = """
     diff diagonal diag trace prod logcumsumexp softmin log_softmax celu threshold log2 log10 sinh cosh tan atan atan2
 """
 PURE = frozenset(_PURE.split())
-_BUFFERS = {"batch_norm": (1, 2), "instance_norm": (1, 2)}  # statistics, which they write
+_STATISTICS = ("running_mean", "running_var")  # buffers, which normalizations write
 
 
 def written_storages(nodes: Sequence[fx.Node], known: frozenset[str]) -> set[int]:
@@ -47,24 +46,12 @@ def _written_by(node: fx.Node, pure: frozenset[str]) -> Any:
     name = canonical(called(node))
     if bracket_of(node):
         return ()
-    if name in _BUFFERS:
-        return [node.args[i] for i in _BUFFERS[name] if i < len(node.args)]
+    if name in ("batch_norm", "instance_norm"):
+        return [asked(node, buffer) for buffer in _STATISTICS]
     everything = node.args, node.kwargs
     if name.partition("(")[0].partition(",")[0] not in pure or node.kwargs.get("out") is not None:
         return everything
     return everything if asked(node, "inplace") or asked(node, "max_norm") is not None else ()
-
-
-def asked(node: fx.Node, argument: str) -> Any:
-    """Return the value that `node` passes for an argument of its Python function; None if there is no such argument."""
-    if argument in node.kwargs:
-        return node.kwargs[argument] or None
-    if not inspect.isfunction(node.target):
-        return None
-    try:
-        return inspect.signature(node.target).bind_partial(*node.args, **node.kwargs).arguments.get(argument) or None
-    except (TypeError, ValueError):
-        return None
 
 
 def storages(nodes: Any) -> set[int]:

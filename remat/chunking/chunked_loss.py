@@ -230,7 +230,7 @@ class ChunkedLoss:
 
 
 def slices_of(rows: int, slices: int) -> Iterator[slice]:
-    """Cut `rows` rows into at most `slices` slices of at least `FEWEST_ROWS`."""
+    """Cut `rows` rows into at most `slices` slices of about `FEWEST_ROWS` or more, but for the rounding of `cuts`."""
     return cuts(0, rows, max(-(-rows // slices), FEWEST_ROWS))
 
 

@@ -33,7 +33,6 @@ from torch.utils._pytree import tree_leaves
 
 from remat.capture.anchors import storage_key, writes
 from remat.capture.nodes import bracket_of, captured_nodes, may_draw
-from remat.capture.writing import asked
 from remat.chunking.heads import CASTS, COPIES, FLATTENINGS, kind_of, linear_arguments, size_hint, tensor_of
 from remat.evaluation.graph import CHUNKED_ROWS
 
@@ -291,7 +290,7 @@ def _may_write(node: fx.Node) -> bool:
     if writes(node) or node.kwargs.get("out") is not None or kind_of(node).endswith("_"):
         return True
     schema = getattr(node.target, "_schema", None)
-    return bool(asked(node, "inplace")) if schema is None else bool(schema.is_mutable)
+    return schema is not None and bool(schema.is_mutable)
 
 
 def _storages(node: Any) -> set[int]:

@@ -24,6 +24,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from remat.errors import CaptureError
+
 Run = Callable[[], Any]
 
 
@@ -68,7 +70,7 @@ class DeferredPasses:
             self._reached = reached
             root: torch.Tensor = reached.args[0]
             return root
-        raise AssertionError("the passes of a step change from one record to the next")
+        raise CaptureError("the step runs backward in other passes each time, so no record of it holds for the next.")
 
     def go_on(self) -> None:
         """Run the backward of the pass that was reached."""

@@ -36,6 +36,10 @@ _OVERWRITING = {
     aten.uniform_,
     aten.bernoulli_,
     aten.random_,
+    aten.exponential_,
+    aten.log_normal_,
+    aten.cauchy_,
+    aten.geometric_,
 }  # Rule 3
 _ALLOCATING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}  # Rule 4
 _FILLING = {
