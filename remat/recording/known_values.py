@@ -71,7 +71,7 @@ class KnownValues(UnseenMode):
         self._twins: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[_View, torch.Tensor]] = (
             weakref.WeakKeyDictionary()
         )
-        self._stale: dict[int, torch.UntypedStorage] = {}  # storages of twins; kept, so that a number stays its own
+        self._stale: dict[int, torch.UntypedStorage] = {}  # storages of twins; kept, so that an address stays its own
         self._generator: torch.Generator | None = None
         self._drawn: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # (Rule 4)
         self._floats: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # of random floats of a batch
@@ -116,7 +116,7 @@ class KnownValues(UnseenMode):
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the values of a fake tensor, on the host; None if they are not known."""
         twin = self._twin_of(tensor)
-        return None if twin is None or twin.untyped_storage()._cdata in self._stale else twin
+        return None if twin is None or _address(twin.untyped_storage()) in self._stale else twin
 
     def note_constant(self, fake: torch.Tensor, tensor: torch.Tensor) -> None:
         """Note the values of a model's `tensor`, which are known until something writes into it. (Rule 1)"""
@@ -253,7 +253,7 @@ class KnownValues(UnseenMode):
         for tensor in filter(_has_no_data, _written(func, args, kwargs)):
             for twin in self._twins.get(tensor.untyped_storage(), {}).values():
                 storage = twin.untyped_storage()
-                self._stale[storage._cdata] = storage
+                self._stale[_address(storage)] = storage
 
     def _overwritten(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a real tensor to write into for a fake one that is written into as a whole; else the fake."""
@@ -387,6 +387,10 @@ def _has_no_data(value: Any) -> bool:
     if isinstance(value, FakeTensor):
         return True
     return type(value) in (torch.Tensor, nn.Parameter) and value.is_meta and value.layout is torch.strided
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    return storage.data_ptr() or storage._cdata  # an empty one has no data
 
 
 def _owns_all(tensor: torch.Tensor) -> bool:
