@@ -18,7 +18,7 @@ from remat._torch.training import clear_cublas_workspaces
 from remat.costing.costs import estimated_costs
 from remat.errors import CaptureError, Infeasible, UsageError
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.graph import Graph
+from remat.evaluation.graph import OPTIMIZER_STATE, Graph
 from remat.execution.eager.replay import replay
 from remat.formulation import check
 from remat.formulation.problem import Problem
@@ -263,6 +263,35 @@ def test_an_adversarys_passes_have_a_plan_within_two_thirds_of_their_peak() -> N
     found = exact.solve(problem.with_budget(budget), Limits(time_s=5))
     assert found.fits and check.check(problem.with_budget(budget), found) == []
     assert least_peak(problem, Limits(time_s=1)).peak_bytes <= budget
+
+
+class Adversaries(nn.Module):
+    """A generator, and a judge that the step trains first and freezes then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.judge = Network(16, 16), Network(16, 1)
+
+
+def judged(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    made = model.generator(batch)
+    model.judge.requires_grad_(True)
+    (F.softplus(model.judge(made.detach())) + F.softplus(-model.judge(batch))).mean().backward()
+    model.judge.requires_grad_(False)
+    loss: torch.Tensor = F.softplus(-model.judge(made)).mean()
+    return loss
+
+
+@pytest.mark.parametrize("is_planned", [False, True], ids=["model", "step"])
+def test_parameters_that_a_step_freezes_at_its_end_are_stepped(is_planned: bool) -> None:
+    workload = Workload("adversaries", Adversaries, lambda n, _: torch.randn(n, 16), judged, 64)
+    workload = workload.with_planned_step() if is_planned else workload
+    graph = graph_of(workload)
+    count = sum(parameter.numel() for parameter in Adversaries().parameters())
+    assert graph.about["trainable_count"] == count and graph.fixed_bytes[OPTIMIZER_STATE] > 8 * count
+    report = validate(workload, plan_by_hand(graph, []), device=CPU)
+    assert report.passed, str(report)
+    assert report.measured["peak_bytes"] == Memory(graph).curve(()).peak_bytes
 
 
 def test_a_profile_keeps_what_inner_backwards_ask_for() -> None:

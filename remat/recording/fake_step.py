@@ -84,6 +84,7 @@ class FakeStep:
     early          how the first steps differ; known once one has run
     held_numbers   values of the model's counters at the beginning of a step, so that no new value is traced anew
     evaluates      whether a backward goes through forwards of evaluation mode too, which a plan leaves alone
+    trained        the parameters that required a gradient when the model was built, whatever a step sets since
     looks          whether forwards without gradients run between a forward and its backward
     """
 
@@ -137,7 +138,8 @@ class FakeStep:
         self.known_functions = known_functions(self.model)
         self.capture_anew(Answers())
         self.kernels_of = (device if elsewhere is None else elsewhere.device).type
-        self._repeated = RepeatedStep(trainable(self.model), device)
+        self.trained = trainable(self.model)
+        self._repeated = RepeatedStep(self.trained, device)
         self.finish = Finish(self.loop, self.model, AnyOptimizer(None, ()), self._repeated)
         self._begin_training()
         self.held_outputs = HeldOutputs()
@@ -313,10 +315,9 @@ class FakeStep:
     def _begin_training(self) -> None:
         """Make the optimizer and everything else that exists when training begins."""
         make = self.workload.optimizer
-        parameters = trainable(self.model)
         with self.mode, Tracker() as tracker, self._after_backward(tracker):
             self.finish.let_go()
-            optimizer = AnyOptimizer.of(make, parameters)
+            optimizer = AnyOptimizer.of(make, self.trained)
             self.finish = Finish(self.loop, self.model, optimizer, self._repeated, TrackedStateCopies(tracker))
 
     def train_by(self, loop: TrainingLoop, optimizer: Callable[..., Any] | None) -> None:
@@ -337,7 +338,7 @@ class FakeStep:
             except RematError:
                 raise
             except Exception as error:
-                if not trainable(self.model):
+                if not self.trained:
                     raise CaptureError(
                         f"no parameter of {self.workload.name!r} requires a gradient, so its optimizer has nothing to "
                         "step. Train some parameters, or plan with `optimizer=None`."
@@ -704,7 +705,7 @@ class FakeStep:
             OPTIMIZER_STATE: tracker.fix(self.finish.state),
             REPEATED_STEP: self._beside_bytes,
             "running average": tracker.fix(self.finish.averages),
-            "gradient buckets": sum(map(tracker.bytes_of, trainable(self.model))) if self.loop.ddp else 0,
+            "gradient buckets": sum(map(tracker.bytes_of, self.trained)) if self.loop.ddp else 0,
         }
         return {name: size for name, size in fixed.items() if size}
 
@@ -725,11 +726,11 @@ class FakeStep:
 
     def parameters(self, tracker: Tracker) -> Iterator[Parameter]:
         """Yield the parameters with the sizes of their optimizer states and gradients."""
-        parameters = dict(self.model.named_parameters())
+        parameters, trained = dict(self.model.named_parameters()), set(map(id, self.trained))
         states = self.optimizer.states_of(parameters.values())
         for (name, p), state in zip(parameters.items(), states, strict=True):
             size, sizes = tracker.bytes_of(p), tuple(map(tracker.bytes_of, state))
-            yield Parameter(name, size, size if p.requires_grad else 0, sum(sizes), state_tensors=sizes)
+            yield Parameter(name, size, size if id(p) in trained else 0, sum(sizes), state_tensors=sizes)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

@@ -14,7 +14,6 @@ from remat.host.optimizer_state import OffloadedState
 from remat.host.step_in_backward import StepInBackward, stepping_of
 from remat.workload.any_optimizer import AnyOptimizer, Closure
 from remat.workload.training_loop import TrainingLoop
-from remat.workload.workload import trainable
 
 LARGEST_NORM = 1.0  # of gradients that are clipped; any number takes the same memory
 EMA_DECAY = 0.999  # likewise
@@ -63,7 +62,7 @@ class Finish:
 
     def __call__(self) -> None:
         if self.loop.clip_grad_norm:
-            nn.utils.clip_grad_norm_(trainable(self.model), LARGEST_NORM)
+            nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_NORM)
         self.optimizer.step(self._again)
         if self.loop.ema:
             self._update_averages()

@@ -78,7 +78,7 @@ from remat.recording.repeats import Repeats
 from remat.recording.sources import line_here
 from remat.recording.tracker import FIXED_STORAGE, Moment, RecordedSpan, Tracker
 from remat.recording.trails import trail_of
-from remat.workload.workload import StepModule, trainable
+from remat.workload.workload import StepModule
 
 OUTSIDE_OP = "outside"  # Node.op between two graphs, where no line is known
 IN_BACKWARD = -1  # in the place of the row of a tensor that a graph made in backward saves
@@ -183,7 +183,7 @@ def _about(step: FakeStep) -> dict[str, Any]:
         "autocast": first.autocast,
         "parameter_dtypes": dtypes,
         "parameter_count": sum(p.numel() for p in step.model.parameters()),
-        "trainable_count": sum(p.numel() for p in trainable(step.model)),
+        "trainable_count": sum(p.numel() for p in step.trained),
         "optimizer": step.optimizer.name,
         "traced_branches": None if (answers := step.calls.answers) is None else answers.given_up,
         "opaque_functions": sorted(answers.opaque) if (answers := step.calls.answers) else [],

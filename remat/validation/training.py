@@ -35,7 +35,7 @@ from remat.workload.any_optimizer import AnyOptimizer
 from remat.workload.batches import on_device, tensors_of
 from remat.workload.held_outputs import HeldGraph, HeldOutputs
 from remat.workload.training_loop import TrainingLoop
-from remat.workload.workload import Workload, trainable
+from remat.workload.workload import Workload
 
 MOST_STEPS_OF_STATE = 8
 LONG_STEP_S = 5.0  # a step that takes longer is timed once
@@ -66,6 +66,7 @@ def seed_all(seed: int) -> None:
 class Training:
     """A workload's model, batch and optimizer on the device.
 
+    trained         the parameters that required a gradient when the model was built, whatever a step sets since
     early_forwards  number of a new model's forwards, unlike the repeating ones, that run before its steps begin
     """
 
@@ -81,6 +82,7 @@ class Training:
         self._libraries_keep = False  # workspaces, from the first step on
         self._state = ModelState(self.model, step=workload.step)
         self._cacheless: list[Any] = []  # configurations that say so until the end
+        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._parameters = {name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()}
         self.finish, self.held_outputs, self.held_graph = self._finish_with(None), HeldOutputs(), HeldGraph()
         self.set_batch(workload.batch_size, seed + 1)
@@ -127,7 +129,7 @@ class Training:
         release_memory(self.device)
         self._libraries_keep = False
         if self.workload.optimizer is not None:
-            self.finish = self._finish_with(self.workload.optimizer(trainable(self.model)))
+            self.finish = self._finish_with(self.workload.optimizer(list(self.trained.values())))
         seed_all(self._seed_of_steps)
 
     def end(self) -> None:
@@ -142,17 +144,21 @@ class Training:
         self.let_go()
         self.model.zero_grad(set_to_none=True)
         self._state.put_back()
+        self.model.requires_grad_(False)
+        for parameter in self.trained.values():
+            parameter.requires_grad_()
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(self._parameters[name])
 
     def _run_early_forwards(self) -> None:
-        with torch.no_grad(), autocast_context(self.device, self.workload.autocast):
+        with torch.enable_grad(), autocast_context(self.device, self.workload.autocast):
             for _ in range(self._early_forwards):
-                self.workload.step(self.model, self.batch)
+                self.workload.step(self.model, self.batch)  # which may run backward itself
+        self.model.zero_grad(set_to_none=True)
 
     def _finish_with(self, made: Any) -> Finish:
-        return Finish(self.loop, self.model, AnyOptimizer(made, trainable(self.model)), self._again)
+        return Finish(self.loop, self.model, AnyOptimizer(made, list(self.trained.values())), self._again)
 
     def _again(self) -> torch.Tensor:
         """Run forward and backward once more, for an optimizer that asks for it in its step."""
@@ -171,9 +177,9 @@ class Training:
 
         with self.finish.stepping.noting(note) if self.finish.stepping else contextlib.nullcontext():
             result = run()
-        for parameter in trainable(self.model):
+        for parameter in self.trained.values():
             note(parameter)
-        return result, [found.get(id(parameter)) for parameter in trainable(self.model)]
+        return result, [found.get(id(parameter)) for parameter in self.trained.values()]
 
     @property
     def holds(self) -> bool:

@@ -385,7 +385,7 @@ class _Validation:
         offloads, counts = self._moved(training), copy.deepcopy(counts)
         planned.watch(observe=False)
         training.finish()  # which may run forward and backward again
-        names = [name for name, p in training.model.named_parameters() if p.requires_grad]
+        names = list(training.trained)
         too_far = sums.too_far(names, expected.gradients, found.gradients)
         for i, name in enumerate(names):
             if name in sums.ratios:
@@ -456,7 +456,7 @@ class _Validation:
     def _unrecomputed(self, training: Training, untouched: _FirstStep) -> tuple[_FirstStep, list[str]]:
         """Run the first step in the plan's form without recomputation; list parameters far from the eager baseline."""
         found = self._first_unrecomputed(training)
-        names = [name for name, p in training.model.named_parameters() if p.requires_grad]
+        names = list(training.trained)
         narrow = bool(self.compared.workload.autocast) or self.compared.step.product_dtype.itemsize < 4
         far = far_from(untouched.gradients, found.gradients, names, narrow)
         if far:
@@ -495,7 +495,7 @@ class _Validation:
         planned = planned_forward(training.model)
         remove(training.model)
         training.begin_again()
-        names = [name for name, p in training.model.named_parameters() if p.requires_grad]
+        names = list(training.trained)
         again = _first_step(training).gradients
         again = [None if name in summed else gradient for name, gradient in zip(names, again, strict=True)]
         noise = _distance(expected.gradients, again)
