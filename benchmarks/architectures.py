@@ -44,7 +44,7 @@ from remat.formulation.solution import Limits
 from remat.models.common import loss_of, token_ids, transformers
 from remat.planning.budget import Budget
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.solvers.least_peak import least_peak
 from remat.units import MIB
 from remat.validation.validating import validate

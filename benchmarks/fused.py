@@ -55,7 +55,7 @@ from remat.planning.comparison import UNFUSED, compare_study
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import PlanRequest
 from remat.planning.study import FoundPlan, Study
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.solvers.least_peak import least_peak
 from remat.units import GIB, MIB
 from remat.validation.training import Training

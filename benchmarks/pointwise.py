@@ -34,7 +34,7 @@ from remat.evaluation.plan import Plan
 from remat.execution.regions_in_graph import places_in, require_regions_in
 from remat.offloading.refs import from_offload_refs
 from remat.planning.profiling import fake_step
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.validation.training import Training, collect, release_memory
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload

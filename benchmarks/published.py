@@ -23,7 +23,7 @@ from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Region
 from remat.formulation.search_space import blocks
 from remat.planning.profiling import fake_step
-from remat.recording.recorder import record
+from remat.recording.record import record
 
 WITHIN_PERCENT = 20
 COLUMNS = [

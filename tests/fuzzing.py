@@ -49,7 +49,7 @@ from remat.host.copies import Copies
 from remat.offloading.refs import to_offload_refs
 from remat.offloading.timeline import Timeline
 from remat.recording.fake_step import FakeStep, autocast_context
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.recording.tracker import Tracker
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload

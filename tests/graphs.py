@@ -33,7 +33,7 @@ from remat.formulation.search_space import (
     written_for_long,
 )
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.cached import cached

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from remat.evaluation import breakdown
 from remat.evaluation.evaluator import Memory
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.workload.training_loop import TrainingLoop
 from tests import toys as workloads
 from tests.cached import cached

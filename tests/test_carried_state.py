@@ -30,7 +30,7 @@ from remat.execution.apply import apply, counts_of
 from remat.execution.eager.graph_as_planned import OTHER_MODEL
 from remat.execution.eager.planned_graphs import PlannedGraphs
 from remat.execution.first_step import FirstStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.validation.validating import validate
 from remat.workload.workload import Workload
 from tests.carrying import (

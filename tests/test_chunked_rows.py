@@ -40,7 +40,7 @@ from remat.planning.planner import plan
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import FormChoice
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.validation.sums import NEAR
 from remat.validation.validating import validate
 from remat.workload.workload import Workload

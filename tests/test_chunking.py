@@ -46,7 +46,7 @@ from remat.planning.request import FormChoice, PlanRequest
 from remat.planning.search import Judge
 from remat.planning.study import Study
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.solvers.least_peak import least_peak
 from remat.validation.sums import NEAR
 from remat.validation.validating import validate

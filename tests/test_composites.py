@@ -23,7 +23,7 @@ from remat.evaluation.plan import Region
 from remat.execution.apply import apply
 from remat.planning.profiling import fake_step
 from remat.recording.known_values import KnownValues
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.workload.workload import Workload
 from tests.devices import DEVICE
 from tests.toys import CPU, plan_by_hand, recorded

@@ -27,7 +27,7 @@ from remat.evaluation.identity import canonical
 from remat.fusion.casts import with_casts
 from remat.fusion.groups import find_groups
 from remat.planning.profiling import fake_step
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.workload.workload import Workload
 
 pytestmark = [

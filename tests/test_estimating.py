@@ -41,7 +41,7 @@ def unfused() -> Profile:
     """As the CPU runs it with dropout: attention by many operators."""
     place = PlanningDevice(find_planning_device("h100-80gb").target, torch.device("cpu"))
     step = fake_step(WIDE, place)
-    from remat.recording.recorder import record
+    from remat.recording.record import record
 
     graph = record(step)
     return Profile(graph, estimated_costs(graph, place.target), place.target)

@@ -25,7 +25,7 @@ from remat.formulation.search_space import blocks
 from remat.models import gpt2
 from remat.planning.profiling import fake_step
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.units import GIB
 from remat.workload.target import TARGETS
 from remat.workload.workload import Workload

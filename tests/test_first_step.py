@@ -36,7 +36,7 @@ from remat.planning.budget import Budget
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import FormChoice
 from remat.recording.fake_step import FakeStep, autocast_context
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.units import MIB
 from remat.workload.workload import Workload
 from tests import tricky_layers

@@ -38,7 +38,7 @@ from remat.planning.micro_batches import (
 )
 from remat.planning.profiling import VariantProfiles, fake_step, profile_step
 from remat.planning.request import FormChoice
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.solvers.least_peak import least_peak
 from remat.units import GIB
 from remat.workload.training_loop import TrainingLoop

@@ -45,7 +45,7 @@ from remat.fusion.zeros import without
 from remat.planning.planner import plan
 from remat.planning.profiling import fake_step, profile_step
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.validation.groups import GroupsSeen, far_from
 from remat.validation.validating import validate
 from remat.workload.training_loop import TrainingLoop

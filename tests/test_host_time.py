@@ -13,7 +13,7 @@ from remat.planning.comparison import compare
 from remat.planning.estimate import estimate_of
 from remat.planning.planner import plan
 from remat.planning.profiling import fake_step, profile_step
-from remat.recording.recorder import record
+from remat.recording.record import record
 from tests.toys import TRANSFORMER
 
 H100, CPU = find_planning_device("h100-80gb"), find_planning_device("cpu")

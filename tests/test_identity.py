@@ -39,7 +39,7 @@ from remat.execution.placing import Placer
 from remat.execution.regions_in_graph import regions_in
 from remat.formulation.search_space import find_space
 from remat.recording.fake_step import WRAPPED_NUMBER_BYTES, FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.workload.workload import Workload
 from tests import toys
 from tests.graphs import BATCH_NORM, DYNAMO_LOOKS_AT_GRAD, TOYS

@@ -26,7 +26,7 @@ from remat.execution.eager.replay import replay
 from remat.execution.eager.rewrite import CallRegion
 from remat.formulation.search_space import legal_cuts
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.validation.training import Training
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload

@@ -20,7 +20,7 @@ from remat.errors import CaptureError
 from remat.evaluation.forwards import FORWARDS
 from remat.execution.apply import counts_of
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.validation.validating import validate
 from remat.workload.workload import Workload
 from tests.toys import CPU, pairs_of_segments, plan_for

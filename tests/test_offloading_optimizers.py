@@ -31,7 +31,7 @@ from remat.host.optimizer_state import OffloadedState, can_be_offloaded, offload
 from remat.models import TEST_SIZES
 from remat.planning.links import beside_state, link_of, loop_with, state_on_host, state_wait_us
 from remat.planning.profiling import fake_step, profile_step
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.workload.optimizers import MasterWeights, optimizers
 from remat.workload.target import TARGETS
 from remat.workload.training_loop import TrainingLoop

@@ -31,7 +31,7 @@ from remat.offloading.schedule import all_offloads, offload
 from remat.offloading.timeline import Timeline
 from remat.planning.profiling import fake_step
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.workload.target import TARGETS
 from tests.cached import cached
 from tests.offloads import FAULTS, Fault, LateCopies, random_offloads

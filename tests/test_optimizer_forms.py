@@ -21,7 +21,7 @@ from remat.evaluation.evaluator import Memory
 from remat.planning.profiling import fake_step
 from remat.recording.fake_step import FakeStep
 from remat.recording.optimizer_forms import forms_of
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.recording.tracker import Tracker
 from remat.workload.optimizers import REFUSED, MakeOptimizer, MasterWeights, optimizers
 from tests.toys import SHORT

@@ -22,7 +22,7 @@ from remat.evaluation.plan import Region
 from remat.execution.apply import apply
 from remat.formulation.search_space import legal_cuts
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.validation.training import Training
 from remat.workload.training_loop import TrainingLoop
 from tests.fuzzing import workspaces

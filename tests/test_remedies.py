@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import remat
 from remat.errors import CaptureError, Infeasible, UsageError
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.recording.remedies import describe
 from remat.workload.workload import Workload
 from tests.toys import CPU, pairs_of_segments, plan_for

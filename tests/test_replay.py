@@ -37,7 +37,7 @@ from remat.planning.budget import Budget
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.search import Judge
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.recording.tracker import Tracker
 from remat.solvers import load
 from remat.units import gib

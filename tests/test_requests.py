@@ -16,7 +16,7 @@ from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import OpKind
 from remat.models import TEST_SIZES
 from remat.planning.profiling import fake_step
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.reservation.fragmentation import footprint
 from remat.reservation.workspace_parts import parts_of
 from remat.validation.training import Training, collect

@@ -19,7 +19,8 @@ from remat.evaluation.graph import Graph
 from remat.planning.profiling import fake_step, profile_step
 from remat.recording import reslice
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import Recorder, record
+from remat.recording.record import record
+from remat.recording.recorder import Recorder
 from remat.recording.reslice import Resliced
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload

@@ -32,7 +32,7 @@ from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Solution
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.workload.target import TARGETS
 from remat.workload.workload import Workload
 from tests.graphs import recorded

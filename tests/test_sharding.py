@@ -15,7 +15,7 @@ from remat.evaluation.sharding import shard, share
 from remat.formulation.search_space import find_space
 from remat.planning.search import share_of_peak
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.workload.training_loop import SHARDS, Shard, TrainingLoop
 from tests.cached import cached
 from tests.toys import TRANSFORMER, every_block

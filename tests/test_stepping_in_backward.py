@@ -31,7 +31,7 @@ from remat.host.optimizer_state import OffloadedState, offload_optimizer
 from remat.host.step_in_backward import is_stepped_in_backward, step_in_backward, stepping_of
 from remat.planning.profiling import fake_step, profile_step
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.workload.optimizers import MasterWeights
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload

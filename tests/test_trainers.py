@@ -32,7 +32,7 @@ from remat.execution.model_as_planned import checkpoints_itself
 from remat.host.weights import weights_on_host
 from remat.planning import planner
 from remat.planning.request import FormChoice
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import trainable
 from tests.command_line import Remat

@@ -18,7 +18,7 @@ from remat.execution.apply import planned_forward
 from remat.execution.eager.planned_graphs import PlannedGraphs
 from remat.formulation.search_space import Space, blocks, find_space
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.workload.target import TARGETS
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload

@@ -2,7 +2,7 @@
 
 Dynamo is used as a tracer and as a dispatcher: it guards on shapes, flags and module attributes, hands every graph
 to our backend, and calls what the backend returned. The same mechanism records a step under fake tensors
-(`recorder.py`) and runs a plan in training (`planned_graphs.py`), so a plan is applied to exactly the graph that it
+(`record.py`) and runs a plan in training (`planned_graphs.py`), so a plan is applied to exactly the graph that it
 was made for. `torch.fx.symbolic_trace` fails on current transformers models, `torch.export` on their outputs; both
 would also lose the guards.
 

@@ -1,6 +1,6 @@
 """A Graph: one training step, recorded as what it runs, what it allocates and what autograd keeps.
 
-The record is made once, without checkpointing (`recorder.py`). Everything later (the memory of any plan, the
+The record is made once, without checkpointing (`record.py`). Everything later (the memory of any plan, the
 integer program, the estimated time) is computed from it, without torch, so a step recorded on a GPU machine can be
 planned on a laptop.
 

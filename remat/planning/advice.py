@@ -35,7 +35,7 @@ from remat.planning.layers_on_host import graph_with_layers
 from remat.planning.links import state_wait_us
 from remat.planning.profiling import fake_step
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.solvers.least_peak import least_peak
 from remat.units import ms
 from remat.workload.optimizers import optimizer_named

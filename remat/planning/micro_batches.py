@@ -43,7 +43,7 @@ from remat.planning.request import PlanRequest
 from remat.planning.study import FoundPlan, Study
 from remat.planning.untraced import with_untraced
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.recording.reslice import HeadCall, Resliced, filled
 from remat.recording.tracker import Tracker
 from remat.solvers import EXACT

@@ -20,7 +20,7 @@ from remat.evaluation.graph import FORWARD_ALONE, LIBRARY_WORKSPACES, TRACED_ONL
 from remat.evaluation.sharding import shard
 from remat.planning.untraced import with_untraced
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.recording.reslice import Resliced
 from remat.workload.training_loop import TrainingLoop, require_loop
 from remat.workload.workload import Workload, require_workload

@@ -1,210 +1,46 @@
-"""Record: run a workload's step on fake tensors once, and write down the Graph.
-
-The step runs exactly as it would in training (Dynamo's guards, autograd's engine, the real optimizer class), but no
-tensor has data. Forward and backward are recorded in one pass: a saved-tensors hook gives autograd a private copy
-of everything that it saves, so that the life of a storage without autograd and every single save can be told
-apart, and a region's behaviour follows from the record.
-
-A step is recorded in its steady state: the optimizer's state exists, and with gradient accumulation so do the
-gradients. That is the larger of the two cases. Of the first step, the part that differs is noted: the optimizer making
-its state.
-"""
+"""The recorder: a tracker that attributes operators, and what autograd saves, to the nodes of captured graphs."""
 
 from __future__ import annotations
 
 import bisect
-import collections
 import contextlib
 import dataclasses
 import functools
-import platform
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from remat._torch.recording import autograd_node, backward_number, next_sequence_number, transforms_left, untraced
+from remat._torch.recording import autograd_node, backward_number, next_sequence_number, untraced
 from remat._torch.training import without_modes
-from remat.capture.anchors import module_path, module_paths, updates_statistics
-from remat.capture.circumstances import state_of, versions
 from remat.capture.kept_tensors import strided_parts
-from remat.capture.nodes import (
-    around_regions,
-    as_function,
-    bracket_of,
-    called,
-    captured_nodes,
-    is_captured,
-    replace_target,
-)
 from remat.capture.schemas import draws_random_numbers
-from remat.capture.settling import recording_models
-from remat.chunking.chunk import CHUNKED
 from remat.chunking.chunked_loss import ChunkedLoss
-from remat.errors import CaptureError, RematError
-from remat.evaluation.forwards import DIFFERENTIATES, EVALUATES, FORWARDS, LOOKS, PASSES, is_plain
+from remat.evaluation.forwards import DIFFERENTIATES
 from remat.evaluation.graph import (
-    CALLED_MODULES,
     CAST,
-    DRAWN_LENGTHS,
-    DRAWN_OUTSIDE,
-    FORWARD_ALONE,
-    GRAPH_CALLS,
     IDENTITY,
-    KEPT_OUTSIDE,
-    OPTIMIZER_STATE,
     OUTSIDE,
-    STATE,
-    WITH_STEP,
-    WRAPPED_NUMBERS,
     Graph,
     InnerBackward,
     Node,
     Parameter,
     SavedTensors,
     Storages,
-    forward_alone_bytes,
 )
 from remat.evaluation.identity import NodeId
-from remat.recording.fake_step import LAYERS_ON_HOST, REPEATED_STEP, WRAPPED_NUMBER_BYTES, FakeStep
+from remat.recording.fake_step import FakeStep
 from remat.recording.inner_nodes import AHEAD
 from remat.recording.known_values import KnownValues
-from remat.recording.remedies import describe
-from remat.recording.repeats import Repeats
 from remat.recording.sources import line_here
 from remat.recording.tracker import FIXED_STORAGE, Moment, RecordedSpan, Tracker
-from remat.recording.trails import trail_of
-from remat.workload.workload import StepModule
 
 OUTSIDE_OP = "outside"  # Node.op between two graphs, where no line is known
 IN_BACKWARD = -1  # in the place of the row of a tensor that a graph made in backward saves
-MUCH_OUTSIDE = 0.05  # of the bytes alive as backward begins: values between graphs that keep more are named
-
-
-def record(step: FakeStep, *, alignment_bytes: int = 1, whole: Graph | None = None) -> Graph:
-    """Record the Graph of `step`. Raises `CaptureError` for a model that cannot be captured, naming the operator.
-
-    whole  an earlier graph of the same step in another form: the step is in its steady state, and its first
-           optimizer step needs the same memory
-    """
-    return record_with(step, alignment_bytes=alignment_bytes, whole=whole)[0]
-
-
-@transforms_left()
-def record_with(step: FakeStep, *, alignment_bytes: int, whole: Graph | None) -> tuple[Graph, Recorder]:
-    """Run `record`; return its Graph and its Recorder."""
-    if whole is None or step.loop.holds_outputs:
-        first_step_rise, first = step.warm_up(alignment_bytes)
-    repeats = Repeats(step) if whole is None else None
-    numbers = step.numbers()
-    recorder = Recorder(alignment_bytes, step.model.buffers(), step.known)
-    recorder.kernels_of = step.kernels_of
-    fixed = step.fix_state(recorder)
-    made = ("gradients", OPTIMIZER_STATE, REPEATED_STEP, "running average")  # by the first step itself
-    before = sum(size for name, size in fixed.items() if name not in made)
-    held: list[tuple[int, int]] = []
-
-    def note(replace: Callable[[], None]) -> None:
-        before_bytes = first.alive_now
-        replace()
-        held.append((before_bytes - first.alive_now, recorder.op_count))
-
-    with (
-        step.executing(recorder.execute_call),
-        step.held_outputs.told(note),
-        torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
-    ):
-        kept_bytes = step.execute(recorder, recorder.after_forward, lambda: recorder.after_backward(step.model))
-    lasting, replaced = recorder.state_of_the_step_before()
-    if lasting:
-        fixed[STATE] = lasting
-        before += lasting
-    on_cpu = step.device.type == "cpu" and alignment_bytes == 1  # elsewhere they are not on the device
-    if recorder.wrapped_numbers and on_cpu:
-        fixed[WRAPPED_NUMBERS] = WRAPPED_NUMBER_BYTES * recorder.wrapped_numbers
-    paths = {path for path, _ in step.model.named_modules()}  # others, kept in a list say, have no path to be found by
-    graph = recorder.graph(
-        fixed, {**_about(step), CALLED_MODULES: [path for path in recorder.modules if path in paths]}
-    )
-    if whole is None:
-        graph = dataclasses.replace(graph, about={**graph.about, FORWARD_ALONE: forward_alone_bytes(graph)})
-        first_step_bytes = before + first_step_rise + kept_bytes
-    else:  # its gradients are all made in backward, where they are counted
-        first_step_bytes = whole.first_step_bytes - sum(size for size, _ in whole.held_outputs[: len(held)])
-    graph = dataclasses.replace(
-        graph,
-        parameters=tuple(recorder.parameters_of(step)),
-        first_step_bytes=first_step_bytes + sum(size for size, _ in held),
-        held_outputs=(*held, *replaced, *[(kept_bytes, recorder.forward_end)] * (kept_bytes > 0)),
-    )
-    if (calls := step.forwards[-1].first + step.forwards[-1].calls) > len(graph.call_nodes):
-        graph = dataclasses.replace(graph, about={**graph.about, GRAPH_CALLS: calls})
-    if kept := _kept_outside(graph):
-        graph = dataclasses.replace(graph, about={**graph.about, KEPT_OUTSIDE: kept})
-    if repeats is not None:
-        forwards = step.forwards
-        step.trails.append(trail_of(recorder, recorder.forward_end))
-        repeats.require()
-        if drawn := repeats.drawn_outside(forwards):
-            graph = dataclasses.replace(graph, about={**graph.about, DRAWN_OUTSIDE: drawn})
-        step.held_numbers = numbers  # every other record, and every replay, is of the same step
-        step.shared.require_kept()
-    return graph, recorder
-
-
-def _kept_outside(graph: Graph) -> list[tuple[str, int]]:
-    """List (line, bytes that autograd keeps) of the lines between graphs, largest first; empty if they keep little."""
-    kept = np.unique(graph.saved_tensors.storage)
-    kept = kept[kept >= 0]
-    sizes = collections.Counter[str]()
-    for storage in kept:
-        node = graph.storages.node[storage]
-        if node >= 0 and graph.nodes[node].call == OUTSIDE:
-            sizes[graph.nodes[node].op] += int(graph.storages.size_bytes[storage])
-    is_much = sizes.total() > MUCH_OUTSIDE * (sum(graph.fixed_bytes.values()) + graph.storages.size_bytes[kept].sum())
-    return sizes.most_common() if is_much else []
-
-
-def _about(step: FakeStep) -> dict[str, Any]:
-    workload, forwards = step.workload, step.forwards
-    first = forwards[0]
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in step.model.parameters()})
-    return {
-        "workload": workload.name,
-        "batch_size": workload.batch_size,
-        "seq_len": workload.seq_len,
-        "batch_elements": sum(first.elements.values()),
-        "batch_inputs": first.elements,
-        "masks": first.masks,
-        "autocast": first.autocast,
-        "parameter_dtypes": dtypes,
-        "parameter_count": sum(p.numel() for p in step.model.parameters()),
-        "trainable_count": sum(p.numel() for p in step.trained),
-        "optimizer": step.optimizer.name,
-        "traced_branches": None if (answers := step.calls.answers) is None else answers.given_up,
-        "opaque_functions": sorted(answers.opaque) if (answers := step.calls.answers) else [],
-        "recording_models": recording_models(step.model),
-        **step.early.to_json(step.signatures),
-        "own_checkpoints": step.calls.own_checkpoints,
-        **({WITH_STEP: True} if isinstance(step.model, StepModule) else {}),
-        **step.form.to_json(),
-        **step.loop.to_json(),
-        **({LAYERS_ON_HOST: found} if (found := step.layers_on_host) else {}),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "versions": versions(),
-        "batch": first.given,
-        **({DRAWN_LENGTHS: True} if step.known.drawn_lengths else {}),
-        **({EVALUATES: True} if step.evaluates else {}),
-        **({LOOKS: True} if step.looks else {}),
-        **({PASSES: step.deferred.count} if step.deferred is not None else {}),
-        **({} if is_plain(forwards) else {FORWARDS: [forward.to_json() for forward in forwards]}),
-        **state_of(step.model),
-    }
 
 
 class Recorder(Tracker):
@@ -241,10 +77,6 @@ class Recorder(Tracker):
         self._stepped: dict[int, int] = {}  # storage of the gradient, by id of a parameter that is stepped in backward
 
     # Nodes
-
-    def execute_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
-        self.modules.update((path, None) for node in captured_nodes(graph_module) for path in module_paths(node))
-        return _instrumented(graph_module, self, call)(*args)
 
     def begin(
         self,
@@ -670,53 +502,3 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _column(values: Any) -> np.ndarray:
     return np.array(list(values), dtype=np.int64)
-
-
-def _instrumented(graph_module: fx.GraphModule, recorder: Recorder, call: int) -> fx.GraphModule:
-    """Copy `graph_module` so that it tells `recorder` where each node begins and ends.
-
-    Only targets change, so that the generated code frees its values where the original does.
-    """
-    graph = fx.Graph()
-    environment: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(graph_module.graph, environment))
-    nodes = captured_nodes(graph_module)
-    around = around_regions(nodes)
-    for node in nodes:
-        copy = environment[node]
-        replace_target(copy, _recorded(node, as_function(copy), recorder, call, node in around))
-    return fx.GraphModule(graph_module, graph)
-
-
-def _recorded(
-    node: fx.Node, function: Callable[..., Any], recorder: Recorder, call: int, is_around: bool
-) -> Callable[..., Any]:
-    """Return `function` with notes of where it begins and ends; `is_around` as in `around_regions`."""
-    effect = "batch_norm" if updates_statistics(node) else "other" if is_around or CHUNKED in node.meta else ""
-    bracket, text, module, known = bracket_of(node), called(node), module_path(node), node.meta["identity"]
-    names = [argument.name for argument in node.all_input_nodes if is_captured(argument)]
-    wiring = tree_leaves((node.args, node.kwargs))
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        graph_inputs = {recorder.index[call, name] for name in names}
-        given = {
-            recorder.take(value)  # from an earlier graph call, or from before the step
-            for argument, value in zip(wiring, tree_leaves((args, kwargs)), strict=False)
-            if isinstance(argument, fx.Node) and argument.op == "placeholder" and isinstance(value, torch.Tensor)
-        }
-        recorder.begin(call, node.name, text, module, effect, graph_inputs, given, known)
-        head = node.meta.get(CHUNKED)
-        try:
-            with contextlib.nullcontext() if head is None else recorder.running(head, args):
-                value = function(*args, **kwargs)
-        except RematError:
-            raise
-        except Exception as error:
-            raise CaptureError(
-                f"operator {text} (node {node.name!r}, module {module or 'the model'!r}) "
-                f"cannot run on fake tensors: {describe(error)}"
-            ) from error
-        recorder.finish(value, bracket, is_around)
-        return value
-
-    return recorded

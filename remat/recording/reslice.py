@@ -18,7 +18,8 @@ import torch
 from remat.evaluation.form import Form, form_of
 from remat.evaluation.graph import WRAPPED_NUMBERS, Graph, OpKind, Storages
 from remat.recording.fake_step import WRAPPED_NUMBER_BYTES, FakeStep
-from remat.recording.recorder import Recorder, record_with
+from remat.recording.record import record_with
+from remat.recording.recorder import Recorder
 from remat.recording.tracker import FIXED_STORAGE, TrackedStorage
 
 _AT_ONCE = OpKind("remat.chunked_loss.default", [[], {}], flops=0, moved_bytes=0, dtype="float32")

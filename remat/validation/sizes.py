@@ -22,7 +22,7 @@ from remat.offloading.refs import from_offload_refs, require_kept
 from remat.planning.profiling import fake_step
 from remat.planning.untraced import with_untraced
 from remat.recording.fake_step import FakeStep
-from remat.recording.recorder import record
+from remat.recording.record import record
 from remat.units import gib
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload

@@ -1,6 +1,6 @@
 """Optimizers by name: `adamw`, `sgd:fused`, `adamw8bit`; and the one that keeps fp32 copies of 16-bit weights.
 
-What an optimizer takes is never looked up: its class is stepped for real (`recorder.py`, `optimizer_states.py`). So a
+What an optimizer takes is never looked up: its class is stepped for real (`record.py`, `optimizer_states.py`). So a
 name here is nothing but a class and the form in which it runs:
 
     NAME          a class of torch.optim in any case, in the form that it chooses itself (foreach on a GPU)

@@ -1,6 +1,6 @@
 """The loop around a step: what training does besides forward and backward, as far as it takes memory.
 
-A `TrainingLoop` is data: the recorder (`recorder.py`) runs what it names for real on fake tensors, sharding
+A `TrainingLoop` is data: the record (`record.py`) runs what it names for real on fake tensors, sharding
 (`sharding.py`) computes what a rank keeps.
 """
 
