@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from remat._torch.dynamo import tracebacks_unwritten
@@ -45,11 +45,20 @@ from remat.recording.inner_nodes import InnerNodes
 from remat.recording.kept_here import KeptHere
 from remat.recording.known_values import KnownValues
 from remat.recording.optimizer_forms import forms_of
-from remat.recording.remedies import OWN_BATCH, describe, line_of, not_a_loss, uses_foreign
+from remat.recording.remedies import not_a_loss
 from remat.recording.repeated_step import RepeatedStep
 from remat.recording.sequences import sequences_of_known_lengths
 from remat.recording.sources import Sources
 from remat.recording.step_graphs import StepGraphs
+from remat.recording.step_refusals import (
+    backward_fails,
+    batch_fails,
+    batch_is_empty,
+    calls_differ,
+    forward_fails,
+    is_no_loss,
+    optimizer_fails,
+)
 from remat.recording.traced_forwards import ParametersSeen, TracedForwards, outermost_calls
 from remat.recording.tracked_copies import TrackedStateCopies
 from remat.recording.tracker import Tracker
@@ -338,15 +347,7 @@ class FakeStep:
             except RematError:
                 raise
             except Exception as error:
-                if not self.trained:
-                    raise CaptureError(
-                        f"no parameter of {self.workload.name!r} requires a gradient, so its optimizer has nothing to "
-                        "step. Train some parameters, or plan with `optimizer=None`."
-                    ) from error
-                raise CaptureError(
-                    f"the optimizer of {self.workload.name!r} fails on fake tensors: {describe(error)}. Plan with "
-                    "`optimizer=None`, and subtract its memory from the budget."
-                ) from error
+                raise optimizer_fails(self.workload, self.trained, error) from error
 
     @contextlib.contextmanager
     def executing(self, execute: ExecuteCall) -> Iterator[None]:
@@ -407,21 +408,10 @@ class FakeStep:
         except RematError:
             raise
         except Exception as error:
-            if uses_foreign(error):
-                raise CaptureError(
-                    f"`batch` of {self.workload.name!r} uses a tensor{line_of(error)} {OWN_BATCH}"
-                ) from error
-            reads = isinstance(error, DataDependentOutputException)  # as a DataLoader does
-            raise CaptureError(
-                f"`batch` of {self.workload.name!r} fails on fake tensors: {describe(error, line_of(error))}."
-                + " Its shapes and dtypes are all that counts: make it with torch.zeros or torch.randint." * reads
-            ) from error
+            raise batch_fails(self.workload, error) from error
         tensors = tensors_of(batch)
         if any(tensor.ndim > 1 for tensor in tensors) and not any(tensor.numel() for tensor in tensors):
-            raise CaptureError(
-                f"`batch` of {self.workload.name!r} gives tensors without elements for a batch size of "
-                f"{self.workload.batch_size}: make as many rows as it is asked for."
-            )
+            raise batch_is_empty(self.workload)
         return batch
 
     def forward(self) -> torch.Tensor:
@@ -440,26 +430,11 @@ class FakeStep:
                 loss = self._loss()
         except RematError:
             raise
-        except DataDependentOutputException as error:
-            raise CaptureError(
-                f"the step of {self.workload.name!r} reads a number off a tensor (`item()`, `float()`, `if tensor`)"
-                f"{line_of(error)}, and no tensor has data while planning. Compute without that number: choose by a "
-                "mask (`torch.where`) in place of a count, read what is logged after the step (a hook: keep it, "
-                "detached), keep a counter as a Python number in place of a buffer, or set a layer drop to 0. "
-                "A flag in a buffer is known if no forward sets it: let `build` return the model with the flag set."
-            ) from error
         except Exception as error:
-            if uses_foreign(error) and not all(isinstance(each, FakeTensor) for each in tensors_of(self.batch)):
-                raise CaptureError(f"`batch` of {self.workload.name!r} returns a tensor {OWN_BATCH}") from error
-            raise CaptureError(
-                f"the step of {self.workload.name!r} fails on fake tensors: {describe(error, line_of(error))}."
-            ) from error
+            raise forward_fails(self.workload, self.batch, error) from error
         self._note_calls()
         if said := not_a_loss(loss):
-            raise CaptureError(
-                f"`step` of {self.workload.name!r} must return the loss, a tensor of one number that requires grad, "
-                f"and returns {said}."
-            )
+            raise is_no_loss(self.workload, said)
         return loss
 
     def _backward(self, loss: torch.Tensor, tracker: Tracker) -> None:
@@ -476,14 +451,7 @@ class FakeStep:
         except RematError:
             raise
         except Exception as error:
-            sparse = [path for path, module in self.model.named_modules() if getattr(module, "sparse", False) is True]
-            reason = (
-                f"the gradients of {', '.join(sparse)} are sparse, and their size depends on data. "
-                "Plan with layers whose gradients are dense (sparse=False)"
-                if sparse
-                else describe(error).rstrip(".")
-            )
-            raise CaptureError(f"the backward of {self.workload.name!r} fails on fake tensors: {reason}.") from error
+            raise backward_fails(self.workload, self.model, error) from error
         finally:
             self._in_backward = False
 
@@ -524,11 +492,7 @@ class FakeStep:
             return
         counts = " and ".join(str(len(calls)) for calls in sorted(self._seen_calls, key=len))
         reads = said_of(reads_of(self.run_untraced, Sources.of(self.model, self.workload.step)))
-        raise CaptureError(
-            f"the step of {self.workload.name!r} does not call its model alike each time ({counts} calls in two "
-            f"recordings{f'; a number that torch does not draw is read by {reads}' if reads else ''}): plan with a "
-            "step that makes as many calls as a step ever does, always the same."
-        )
+        raise calls_differ(self.workload, counts, reads)
 
     def _states_seen(self) -> contextlib.AbstractContextManager[None]:
         """Return the context that tracks generator states of mini-batches, if they are on the device (a CPU)."""

@@ -1,0 +1,84 @@
+"""Refusals of a step that fails on fake tensors: where it fails, why, and what to write in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+
+from remat.errors import CaptureError
+from remat.recording.remedies import OWN_BATCH, describe, line_of, uses_foreign
+from remat.workload.batches import tensors_of
+from remat.workload.workload import Workload
+
+
+def batch_fails(workload: Workload, error: Exception) -> CaptureError:
+    if uses_foreign(error):
+        return CaptureError(f"`batch` of {workload.name!r} uses a tensor{line_of(error)} {OWN_BATCH}")
+    reads = isinstance(error, DataDependentOutputException)  # as a DataLoader does
+    return CaptureError(
+        f"`batch` of {workload.name!r} fails on fake tensors: {describe(error, line_of(error))}."
+        + " Its shapes and dtypes are all that counts: make it with torch.zeros or torch.randint." * reads
+    )
+
+
+def batch_is_empty(workload: Workload) -> CaptureError:
+    return CaptureError(
+        f"`batch` of {workload.name!r} gives tensors without elements for a batch size of {workload.batch_size}: make "
+        "as many rows as it is asked for."
+    )
+
+
+def forward_fails(workload: Workload, batch: Any, error: Exception) -> CaptureError:
+    if isinstance(error, DataDependentOutputException):
+        return CaptureError(
+            f"the step of {workload.name!r} reads a number off a tensor (`item()`, `float()`, `if tensor`)"
+            f"{line_of(error)}, and no tensor has data while planning. Compute without that number: choose by a "
+            "mask (`torch.where`) in place of a count, read what is logged after the step (a hook: keep it, "
+            "detached), keep a counter as a Python number in place of a buffer, or set a layer drop to 0. "
+            "A flag in a buffer is known if no forward sets it: let `build` return the model with the flag set."
+        )
+    if uses_foreign(error) and not all(isinstance(each, FakeTensor) for each in tensors_of(batch)):
+        return CaptureError(f"`batch` of {workload.name!r} returns a tensor {OWN_BATCH}")
+    return CaptureError(f"the step of {workload.name!r} fails on fake tensors: {describe(error, line_of(error))}.")
+
+
+def is_no_loss(workload: Workload, said: str) -> CaptureError:
+    return CaptureError(
+        f"`step` of {workload.name!r} must return the loss, a tensor of one number that requires grad, and returns "
+        f"{said}."
+    )
+
+
+def backward_fails(workload: Workload, model: nn.Module, error: Exception) -> CaptureError:
+    sparse = [path for path, module in model.named_modules() if getattr(module, "sparse", False) is True]
+    reason = (
+        f"the gradients of {', '.join(sparse)} are sparse, and their size depends on data. "
+        "Plan with layers whose gradients are dense (sparse=False)"
+        if sparse
+        else describe(error).rstrip(".")
+    )
+    return CaptureError(f"the backward of {workload.name!r} fails on fake tensors: {reason}.")
+
+
+def optimizer_fails(workload: Workload, trained: Collection[nn.Parameter], error: Exception) -> CaptureError:
+    if not trained:
+        return CaptureError(
+            f"no parameter of {workload.name!r} requires a gradient, so its optimizer has nothing to step. Train some "
+            "parameters, or plan with `optimizer=None`."
+        )
+    return CaptureError(
+        f"the optimizer of {workload.name!r} fails on fake tensors: {describe(error)}. Plan with `optimizer=None`, "
+        "and subtract its memory from the budget."
+    )
+
+
+def calls_differ(workload: Workload, counts: str, reads: str) -> CaptureError:
+    """Refuse a step that calls its model now so, now otherwise; `reads` names lines that read random numbers."""
+    return CaptureError(
+        f"the step of {workload.name!r} does not call its model alike each time ({counts} calls in two "
+        f"recordings{f'; a number that torch does not draw is read by {reads}' if reads else ''}): plan with a "
+        "step that makes as many calls as a step ever does, always the same."
+    )
