@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.measured.measurement import Kernels, Measurement, card, flushed, kernels_of, on_fakes
-from remat.capture.dynamo import fake_model
+from remat.capture.fake_model import fake_model
 
 _CHANGED = ("level1/12_", "level1/97_")
 _RECURRENT = tuple(f"level3/{number}_" for number in (35, 36, 37, 38, 39, 40, 41, 42))

@@ -21,9 +21,10 @@ from remat.capture.attention_masks import Masks, OnesSeen, eager_attention_masks
 from remat.capture.beside_parameters import tensors_beside
 from remat.capture.circumstances import given_to
 from remat.capture.composites_on_fakes import composites_on_fakes, of_step
-from remat.capture.dynamo import fake_model, named_tensors, without_cache
+from remat.capture.dynamo import named_tensors, without_cache
 from remat.capture.eager_answers import Answers
 from remat.capture.elsewhere import CaptureDevice
+from remat.capture.fake_model import fake_model
 from remat.capture.grouped_products import grouped_products
 from remat.capture.holders import GROWN
 from remat.capture.kernels_on_fakes import kernels_on_fakes
