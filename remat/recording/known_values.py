@@ -24,7 +24,6 @@ A FakeTensor has a `constant` of its own, which holds one number and is lost on 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import weakref
 from collections.abc import Iterator, Sequence
@@ -41,6 +40,7 @@ from remat._torch.dynamo import know_functions, not_begun_at
 from remat._torch.recording import DEVICE, untraced
 from remat._torch.training import UnseenMode, without_modes
 from remat.capture.eager_answers import traced_as
+from remat.capture.schemas import is_seeded, written
 from remat.recording.ctc_shapes import CTC_SHAPES
 from remat.recording.passed_checks import answer_that_passes
 from remat.shared import Shared
@@ -162,7 +162,7 @@ class KnownValues(UnseenMode):
             out = tree_map(lambda value: self._fake_of(value, device), values)
         if known:
             self.note(out, values)
-            drawn = torch.Tag.nondeterministic_seeded in func.tags
+            drawn = is_seeded(func)
             if drawn or (func not in _SHAPE_ONLY and any(map(self.is_drawn, _fakes_in((args, kwargs))))):
                 self._drawn.update(leaf.untyped_storage() for leaf in _fakes_in(out))
             if self._generator is not None and (drawn or self._takes_random_floats(args, kwargs)):
@@ -173,17 +173,17 @@ class KnownValues(UnseenMode):
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """Return whether all inputs of `func` are known, and its result on their values."""
-        written = list(_written(func, args, kwargs))
+        changed = list(written(func, args, kwargs))
         if func in _SHAPE_ONLY:
             args = (_stand_in(args[0], kwargs.get("dtype")), *args[1:])
         if func in _OVERWRITING and self.of(args[0]) is None:
             args = (self._overwritten(args[0]), *args[1:])
         if any(_has_no_data(arg) and self.of(arg) is None for arg in args):  # as nearly always, and at once
             return False, None
-        if any(not _has_no_data(tensor) or tensor.untyped_storage() in self._constants for tensor in written):
+        if any(not _has_no_data(tensor) or tensor.untyped_storage() in self._constants for tensor in changed):
             return False, None
         name = func._schema.name.removeprefix("aten::")
-        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        drawn = is_seeded(func)
         if name in _EMPTY_FACTORIES or (drawn and self._generator is None):
             return False, None
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -250,7 +250,7 @@ class KnownValues(UnseenMode):
         return None if twins is None else twins.get(_view_of(tensor))
 
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:  # Rule 2
-        for tensor in filter(_has_no_data, _written(func, args, kwargs)):
+        for tensor in filter(_has_no_data, written(func, args, kwargs)):
             for twin in self._twins.get(tensor.untyped_storage(), {}).values():
                 storage = twin.untyped_storage()
                 self._stale[_address(storage)] = storage
@@ -367,19 +367,6 @@ def _spreads(func: Any, leaves: Sequence[torch.Tensor]) -> bool:
     if torch.Tag.pointwise not in func.tags or len(leaves) == 1:
         return False
     return math.prod(torch.broadcast_shapes(*(leaf.shape for leaf in leaves))) > MOST_INTEGERS
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that `func` writes into."""
-    for place, name in _writes(func):
-        leaves = tree_leaves(args[place] if place < len(args) else kwargs.get(name))
-        yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-
-
-@functools.cache
-def _writes(func: Any) -> tuple[tuple[int, str], ...]:
-    given = enumerate(func._schema.arguments)
-    return tuple((place, each.name) for place, each in given if each.alias_info and each.alias_info.is_write)
 
 
 def _has_no_data(value: Any) -> bool:

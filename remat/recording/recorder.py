@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from remat._torch.recording import autograd_node, backward_number, next_sequence_number, untraced
 from remat._torch.training import without_modes
 from remat.capture.kept_tensors import strided_parts
-from remat.capture.schemas import draws_random_numbers
+from remat.capture.schemas import draws_random_numbers, written
 from remat.chunking.chunked_loss import ChunkedLoss
 from remat.evaluation.forwards import DIFFERENTIATES
 from remat.evaluation.graph import (
@@ -285,13 +285,8 @@ class Recorder(Tracker):
             return
         if record["effect"] == "" and any(returned.alias_info is None for returned in func._schema.returns):
             record["effect"] = "other"  # it also writes elsewhere, which neither early stop nor saving handles
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for tensor in tree_leaves(value):
-                if isinstance(tensor, torch.Tensor):
-                    self._note_write(record, node, tensor)
+        for tensor in written(func, args, kwargs):
+            self._note_write(record, node, tensor)
 
     def _note_write(self, record: dict[str, Any], node: int, tensor: torch.Tensor) -> None:
         producer = self.producer(tensor)

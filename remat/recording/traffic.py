@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from remat.capture import schemas
 from remat.fusion.kernels import FUSED_KERNEL, kernel
 
 aten = torch.ops.aten
@@ -63,12 +64,7 @@ def moved_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         return kernel(args[0]).moved_bytes
     if packet in _ALLOCATING:
         return 0
-    changed = [
-        tensor
-        for argument, value in _named(func, args, kwargs)
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in _tensors(value)
-    ]
+    changed = _tensors(tuple(schemas.written(func, args, kwargs)))
     read, old = _tensors((args, kwargs)), {id(tensor) for tensor in changed}
     written = [*changed, *(tensor for tensor in _tensors(out) if id(tensor) not in old)]
     if packet in _FILLING:
@@ -90,15 +86,6 @@ def moved_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 def workspace_bytes(func: Any, args: Any) -> int:
     """Return the bytes that a fused kernel allocates beyond its results, by its compiler; 0 for other operators."""
     return kernel(args[0]).workspace_bytes if func is FUSED_KERNEL else 0
-
-
-def _named(func: Any, args: Any, kwargs: Any) -> Iterable[tuple[Any, Any]]:
-    """Yield the schema's arguments with their values in this call."""
-    for position, argument in enumerate(func._schema.arguments):
-        if position < len(args):
-            yield argument, args[position]
-        elif argument.name in kwargs:
-            yield argument, kwargs[argument.name]
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
