@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -26,6 +26,17 @@ def autograd_node() -> Any:
 def backward_number() -> int:
     """Return the number of the backward that runs in this thread; -1 if there is none."""
     return int(internal("_C._current_graph_task_id", "tell one backward from another")())
+
+
+def nodes_behind(roots: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over the nodes of autograd's graph that a backward from `roots` reaches, each once; None is no node."""
+    waiting = [root for root in roots if root is not None]
+    known = set(waiting)
+    while waiting:
+        yield (node := waiting.pop())
+        new = {each for each, _ in node.next_functions if each is not None and each not in known}
+        known |= new
+        waiting += new
 
 
 def next_sequence_number() -> int:

@@ -29,6 +29,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat._torch.dynamo import left_whole
+from remat._torch.recording import nodes_behind
 from remat._torch.training import without_modes
 from remat.capture import four_bit, trl_head
 
@@ -115,13 +116,8 @@ def name_of(function: Function) -> str:
 
 def functions_behind(loss: torch.Tensor) -> frozenset[str]:
     """Return the names of the untraced Functions that made `loss`, without torch's own and ours."""
-    found, seen, ahead = set(), set(), [loss.grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        ahead.extend(before for before, _ in node.next_functions)
+    found = set()
+    for node in nodes_behind([loss.grad_fn]):
         function = getattr(node, "_forward_cls", None)
         if function is not None and function.__module__.partition(".")[0] not in _NOT_A_MODELS:
             found.add(name_of(function))

@@ -195,18 +195,3 @@ class _WholeTensor:
             storages[self._storage] = torch.empty(self._elements, dtype=self._dtype, device=self._device)
         view = storages[self._storage].view(self._dtype).as_strided(*self._lies)
         return _EndOfBackward.apply(view, self._end) if requires_grad and self._learns else view
-
-
-def reaches_parameters(loss: torch.Tensor, model: nn.Module) -> bool:
-    """Return whether a backward of `loss` reaches a parameter of `model`."""
-    parameters = {id(parameter) for parameter in model.parameters()}
-    seen, waiting = set(), [loss.grad_fn]
-    while waiting:
-        function = waiting.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        if id(getattr(function, "variable", None)) in parameters:
-            return True
-        waiting += [inner for inner, _ in function.next_functions]
-    return False

@@ -40,7 +40,7 @@ from remat.evaluation.graph import (
 )
 from remat.host.weights import AT_ONCE, Layer, layers_of, spread
 from remat.recording.copied_fakes import copied_fakes
-from remat.recording.deferred import DeferredPasses, reaches_parameters, states_counted
+from remat.recording.deferred import DeferredPasses, states_counted
 from remat.recording.finish import Finish
 from remat.recording.inner_nodes import InnerNodes
 from remat.recording.kept_here import KeptHere
@@ -67,7 +67,7 @@ from remat.recording.trails import Trail, reads_of, said_of, trail_of
 from remat.recording.view_histories import ViewHistories
 from remat.workload.any_optimizer import AnyOptimizer
 from remat.workload.batches import tensors_of
-from remat.workload.held_outputs import HeldOutputs
+from remat.workload.held_outputs import HeldOutputs, parameters_reached
 from remat.workload.reference import references_run_by
 from remat.workload.replaced_forward import CopiedAsOriginal, ReplacedForward, modules_under_plans
 from remat.workload.training_loop import TrainingLoop
@@ -467,7 +467,9 @@ class FakeStep:
         if self.deferred is None:
             if self._is_untraced or self.calls.made or not isinstance(loss, torch.Tensor):
                 return loss
-            if reaches_parameters(loss, self.model) or not_a_loss(loss):  # by other modules than those that are traced
+            if parameters_reached(self.model, [loss]) or not_a_loss(
+                loss
+            ):  # by other modules than those that are traced
                 return loss
             self.deferred = DeferredPasses(trainable(self.model))
             with torch.autocast(self.device.type, enabled=False):  # where backward runs

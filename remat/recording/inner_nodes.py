@@ -9,11 +9,9 @@ recorded. Where the inner backward makes more, its numbers are ahead, as on a CP
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from remat._torch.recording import autograd_node, next_sequence_number
+from remat._torch.recording import autograd_node, next_sequence_number, nodes_behind
 
 AHEAD = 1 << 40  # by which the numbers of forward's nodes are raised
 
@@ -37,13 +35,6 @@ class InnerNodes:
         made = self._next - self._first
         if not self._numbers or 2 * len(self._numbers) > made:
             return
-        ahead: list[Any] = [loss.grad_fn]
-        seen = set[Any]()
-        while ahead:
-            node = ahead.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            ahead += [before for before, _ in node.next_functions]
+        for node in nodes_behind([loss.grad_fn]):
             if (number := node._sequence_nr()) < AHEAD and number not in self._numbers:
                 node._set_sequence_nr(number + AHEAD)

@@ -24,7 +24,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from remat._torch.recording import unwrapped
+from remat._torch.recording import nodes_behind, unwrapped
 from remat._torch.training import is_wrapper
 
 SMALLEST_BYTES = 4096  # a storage below that is no output that matters: a loss, a count
@@ -93,7 +93,7 @@ class HeldGraph:
         """Return whether the graph of a step of `model` keeps tensors after its backward; it is looked through once."""
         if self._keeps is None and self._root is not None:
             known = {id(parameter) for parameter in model.parameters()}
-            held = (tensor for node in _nodes([self._root]) for tensor in _kept_by(node))
+            held = (tensor for node in nodes_behind([self._root]) for tensor in _kept_by(node))
             self._keeps = any(id(tensor) not in known for tensor in held)
         return bool(self._keeps)
 
@@ -234,16 +234,5 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 def parameters_reached(model: nn.Module, outputs: Sequence[torch.Tensor]) -> frozenset[str]:
     """Return the names of the parameters that a backward from `outputs` reaches."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    leaves = (getattr(node, "variable", None) for node in _nodes([tensor.grad_fn for tensor in outputs]))
+    leaves = (getattr(node, "variable", None) for node in nodes_behind([tensor.grad_fn for tensor in outputs]))
     return frozenset(names[id(leaf)] for leaf in leaves if id(leaf) in names)
-
-
-def _nodes(roots: Sequence[Any]) -> Iterator[Any]:
-    """Iterate over the nodes of a graph that are reached from `roots`."""
-    waiting = [root for root in roots if root is not None]
-    known = set(waiting)
-    while waiting:
-        yield (node := waiting.pop())
-        new = {each for each, _ in node.next_functions if each is not None and each not in known}
-        known |= new
-        waiting += new
