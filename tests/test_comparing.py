@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from remat.costing.planning_device import find_planning_device
+from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.errors import Infeasible, RematError, UsageError, ValidationFailed
 from remat.evaluation.plan import device_overhead
@@ -19,14 +19,17 @@ from remat.formulation.check import check
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits, Solution
+from remat.offloading.link import Link
 from remat.planning import comparison as comparing
 from remat.planning.budget import Budget
 from remat.planning.comparison import Comparison, StrategyRow
+from remat.planning.estimate import estimate_under
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.search import Judge
 from remat.recording.fake_step import FakeStep
 from remat.solvers import HEURISTICS, heuristic
 from remat.validation.measured_comparison import measure_plans
+from remat.workload.training_loop import TrainingLoop
 from tests import toys
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 from tests.studies import compared
@@ -183,6 +186,30 @@ def test_heuristics_that_do_not_fit_prove_nothing(profile: Profile, problem: Pro
     found = compared(profile, Budget(limit, limit), strategies=["none", "every-block"])
     assert found.best is None
     assert [row.strategy for row in found.rows] == ["every-block", "none"]  # by peak
+
+
+class Frozen(toys.Transformer):
+    def __init__(self) -> None:
+        super().__init__(layers=3, width=64)
+        self.layers.requires_grad_(False)
+
+
+@pytest.mark.parametrize("offload", ["activations", "weights"])
+def test_a_step_that_waits_for_the_host_takes_as_long_in_every_answer(offload: str) -> None:
+    """The plan's step time, the rate of its row and its estimate count the same waits."""
+    slow = dataclasses.replace(find_planning_device("h100-80gb").target, host_bytes_per_us=1.0)
+    workload = dataclasses.replace(toys.TRANSFORMER, build=Frozen, batch_size=8)
+    loop = TrainingLoop(weights_on_host=3) if offload == "weights" else None
+    step = fake_step(workload, place := PlanningDevice(slow, None), loop=loop)
+    profile, link = profile_step(step, place), Link(1.0, 1 << 30) if offload == "activations" else None
+    found = compared(profile, Budget(1 << 40, 1 << 40), step=step, link=link, strategies=["every-block"])
+    row = row_of(found, "every-block" if link is None else "offload-all")
+    assert row.plan is not None and row.step_time_us is not None
+    waited_us = row.plan.predicted["weights_wait_us" if link is None else "stall_us"]
+    host_us = row.plan.predicted.get("host_us", 0.0)
+    assert waited_us > 2 * host_us and row.step_time_us > waited_us
+    assert row.samples_per_s == pytest.approx(8 / row.step_time_us * 1e6)
+    assert estimate_under(row.plan, profile).speed.update_time_us == pytest.approx(row.step_time_us)
 
 
 # Solvers that go wrong

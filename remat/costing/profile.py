@@ -69,6 +69,13 @@ class Profile(Shown):
         """Time of the step without a plan as Python runs it: the device's or the host's, whichever is longer."""
         return max(self.costs.step_time_us(self.graph), self.host_time_us(Memory(self.graph)))
 
+    def device_time_us(
+        self, memory: Memory, regions: Sequence[Region] = (), micro_batches: int = 1, waited_us: float = 0.0
+    ) -> float:
+        """Return the time to run an optimizer step on the device, each micro-batch waiting so long for copies."""
+        again_us = memory.recompute_time_us(regions, self.costs.per_op_us(self.graph)) if regions else 0.0
+        return self.costs.update_time_us(self.graph, micro_batches, again_us + waited_us)
+
     def host_time_us(self, memory: Memory, regions: Sequence[Region] = (), micro_batches: int = 1) -> float:
         """Return the time to launch an optimizer step from Python; 0 if costs were measured, and off CUDA."""
         if self.costs.source != "estimated":

@@ -13,7 +13,7 @@ from remat.evaluation.forwards import forwards_of
 from remat.evaluation.graph import CALLED_MODULES, OUTSIDE, Graph
 from remat.evaluation.plan import Plan, Prediction, Proof, to_refs
 from remat.offloading.refs import to_offload_refs
-from remat.planning.layers_on_host import pinned_bytes, wait_us
+from remat.planning.layers_on_host import pinned_bytes, weights_wait_us
 from remat.planning.links import state_on_host, state_wait_us
 from remat.planning.portfolio import BestPlan
 from remat.planning.refusals import where
@@ -115,9 +115,8 @@ def predict(study: Study, found: FoundPlan) -> Prediction:
     """
     problem, solution, profile = study.problem(found.at, 0), found.solution, found.at.profile
     graph, memory = problem.graph, problem.memory.offloading(solution.offloads)
-    op_time_us, layers = profile.costs.per_op_us(graph), graph.about.get(LAYERS_ON_HOST, {})
-    recompute_us = memory.recompute_time_us(solution.regions, op_time_us)
-    weights_us = wait_us(memory, solution.regions, op_time_us, layers, profile.target.host_bytes_per_us)
+    recompute_us = memory.recompute_time_us(solution.regions, profile.costs.per_op_us(graph))
+    weights_us = weights_wait_us(profile, memory, solution.regions)
     added_us = recompute_us + solution.stall_us + weights_us
     curve, plain_us = memory.curve(solution.regions), study.step_time_us
     device_us, host_us = problem.step_time_us + added_us, study.host_time_us(found.at, solution.regions)
@@ -149,7 +148,7 @@ def predict(study: Study, found: FoundPlan) -> Prediction:
     if state := state_on_host(graph):
         predicted["state_host_bytes"] = state
         predicted["state_wait_us"] = state_wait_us(graph, profile.costs)
-    if layers:
+    if layers := graph.about.get(LAYERS_ON_HOST):
         predicted["weights_host_bytes"] = pinned_bytes(layers.values())
         predicted["weights_wait_us"] = weights_us
     if predicted["peak_bytes"] != curve.peak_bytes:

@@ -354,9 +354,9 @@ class _Comparing:
         again_us = predicted.get("recompute_time_us")
         added_us = samples_per_s = None
         if again_us is not None:
-            waited_us = again_us + predicted.get("stall_us", 0.0)
-            added_us = waited_us + found.at.extra_us
-            samples_per_s = self._samples_per_s(found, waited_us)
+            stalled_us = predicted.get("stall_us", 0.0)
+            added_us = again_us + stalled_us + found.at.extra_us
+            samples_per_s = self._samples_per_s(found, stalled_us + predicted.get("weights_wait_us", 0.0))
         return StrategyRow(
             strategy=name,
             status=status,
@@ -374,12 +374,13 @@ class _Comparing:
             plan=plan,
         )
 
-    def _samples_per_s(self, found: FoundPlan, added_us: float) -> float | None:
+    def _samples_per_s(self, found: FoundPlan, waited_us: float) -> float | None:
         """Return samples per second of one rank, over all micro-batches of an optimizer step."""
         profile, regions = found.at.profile, found.solution.regions
         about, accumulation = profile.graph.about, profile.graph.about["accumulation"]
-        device_us = profile.costs.update_time_us(profile.graph, accumulation, added_us)
-        update_us = max(device_us, self._study.host_time_us(found.at, regions, accumulation))
+        memory = self._study.problem(found.at, 0).memory
+        device_us = profile.device_time_us(memory, regions, accumulation, waited_us)
+        update_us = max(device_us, profile.host_time_us(memory, regions, accumulation))
         return about["batch_size"] * accumulation / update_us * 1e6 if update_us else None
 
 

@@ -24,7 +24,11 @@ from remat.evaluation.form import form_of
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Offload, Plan, Region
 from remat.execution.regions_in_graph import places_in, require_regions_in
+from remat.offloading.link import Link
 from remat.offloading.refs import from_offload_refs
+from remat.offloading.schedule import stall_us
+from remat.offloading.timeline import Timeline
+from remat.planning.layers_on_host import weights_wait_us
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.refusals import where
 from remat.recording.fake_step import FakeStep
@@ -61,7 +65,7 @@ class Speed:
 
     update_time_us  of all its micro-batches and the optimizer: the longer of device_us and host_us
     samples         of all ranks
-    device_us       time to run its kernels on the device
+    device_us       time to run its kernels on the device, with waits for copies from the host
     host_us         time to launch them on the host; 0 if costs were measured, and off CUDA
     mfu, hfu        shares of the target's peak rate, the model's operations alone and with the recomputed ones
     """
@@ -191,7 +195,7 @@ def estimate_of(
         costs=profile.costs.source,
         memory_bytes=profile.target.memory_bytes,
         peaks=_peaks(memory, regions, is_traced=planned is not None),
-        speed=_speed(profile, memory, regions),
+        speed=_speed(profile, memory, regions, _waited_us(profile, regions, offloads)),
         allocator=footprints(memory, regions, settings) if settings is not None else (),
     )
 
@@ -215,10 +219,18 @@ def _phases(graph: Graph, curve: Curve) -> dict[str, int]:
     return {name: int(curve.alive_bytes[phase == i].max(initial=0)) for i, name in enumerate(PHASES)}
 
 
-def _speed(profile: Profile, memory: Memory, regions: Sequence[Region]) -> Speed:
-    graph, costs, loop = profile.graph, profile.costs, TrainingLoop.of(profile.graph.about)
-    again_us = memory.recompute_time_us(regions, costs.per_op_us(graph))
-    device_us = costs.update_time_us(graph, loop.accumulation, again_us)
+def _waited_us(profile: Profile, regions: Sequence[Region], offloads: Sequence[Offload]) -> float:
+    """Return the time that a micro-batch waits for copies from the host."""
+    memory, link = Memory(profile.graph), Link(profile.target.host_bytes_per_us, 0)
+    timeline = Timeline(memory, regions, profile.costs.per_op_us(profile.graph)) if offloads else None
+    stalled_us = 0.0 if timeline is None else stall_us(timeline, offloads, link)
+    return weights_wait_us(profile, memory, regions) + stalled_us
+
+
+def _speed(profile: Profile, memory: Memory, regions: Sequence[Region], waited_us: float) -> Speed:
+    graph, loop = profile.graph, TrainingLoop.of(profile.graph.about)
+    again_us = memory.recompute_time_us(regions, profile.costs.per_op_us(graph))
+    device_us = profile.device_time_us(memory, regions, loop.accumulation, waited_us)
     host_us = profile.host_time_us(memory, regions, loop.accumulation)
     time_us = max(device_us, host_us)
     samples = graph.about["batch_size"] * loop.accumulation * loop.ranks

@@ -121,6 +121,12 @@ def _wait_us(problem: Problem, found: Solution, layers: Sequence[Layer], bytes_p
     return wait_us(problem.memory, found.regions, op_time_us, sizes, bytes_per_us)
 
 
+def weights_wait_us(profile: Profile, memory: Memory, regions: Sequence[Region]) -> float:
+    """Return the time that a step under `regions` waits for the weights that its record has on the host."""
+    layers = profile.graph.about.get(LAYERS_ON_HOST, {})
+    return wait_us(memory, regions, profile.costs.per_op_us(profile.graph), layers, profile.target.host_bytes_per_us)
+
+
 def wait_us(
     memory: Memory, regions: Sequence[Region], op_time_us: np.ndarray, layers: dict[str, int], bytes_per_us: float
 ) -> float:

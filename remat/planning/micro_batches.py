@@ -58,7 +58,7 @@ SEVERAL = 2  # micro-batches: from the second on, all are alike
 NO_SOLUTION = Solution("exact", "unknown")
 MOST_SAMPLES = 1 << 20  # samples in a micro-batch, or steps of a sequence
 
-_UpdateTime = Callable[[Profile, int, tuple[Region, ...]], float]  # of a number of micro-batches and the optimizer
+_UpdateTime = Callable[[Profile, Memory, tuple[Region, ...], int], float]  # of so many micro-batches, and the optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -445,7 +445,7 @@ class MicroBatches:
         if peak is None:
             peak = study.peak_bytes(found) if solution.offloads else peak_of(problem, strategy, regions)
         plain_us = self._time_us(window, ())
-        time_us = self._time_us(window, regions, form) + self._stall_us(window, strategy, solution)
+        time_us = self._time_us(window, regions, form, self._stall_us(window, strategy, solution))
         return BatchCandidate(
             strategy=strategy,
             micro_batch=window.micro_batch,
@@ -468,18 +468,24 @@ class MicroBatches:
         last = self._whole(_even_window(window.last, accumulates=True), strategy)
         return (window.accumulation - 1) * solution.stall_us + last.stall_us
 
-    def _time_us(self, window: Window, regions: tuple[Region, ...], form: Form = CAPTURED_FORM) -> float:
-        """Return the time of one optimizer step: the device's or the host's, whichever is longer."""
-        return max(self._total_us(window, regions, form, of) for of in (self._device_us, self._host_us))
+    def _time_us(
+        self, window: Window, regions: tuple[Region, ...], form: Form = CAPTURED_FORM, stall_us: float = 0.0
+    ) -> float:
+        """Return the time of one optimizer step: the device's with its stalls or the host's, whichever is longer."""
+        device_us = self._total_us(window, regions, form, Profile.device_time_us) + stall_us
+        return max(device_us, self._total_us(window, regions, form, Profile.host_time_us))
 
     def _total_us(self, window: Window, regions: tuple[Region, ...], form: Form, update_us: _UpdateTime) -> float:
         """Add up the full micro-batches, the last one, and the optimizer."""
-        full = self._profile_in(*_key(window), form)
+
+        def taken(size: int, accumulates: bool, micro_batches: int) -> float:
+            profile = self._profile_in(size, accumulates, form)
+            return update_us(profile, Memory(profile.graph), regions, micro_batches)
+
         if window.last == window.micro_batch:
-            return update_us(full, window.accumulation, regions)
-        last = self._profile_in(window.last, True, form)
-        rest = update_us(last, 1, regions) - update_us(last, 0, regions)
-        return update_us(full, window.accumulation - 1, regions) + rest
+            return taken(*_key(window), window.accumulation)
+        rest_us = taken(window.last, True, 1) - taken(window.last, True, 0)
+        return taken(*_key(window), window.accumulation - 1) + rest_us
 
     def _profile_in(self, micro_batch: int, accumulates: bool, form: Form) -> Profile:
         if form == CAPTURED_FORM:
@@ -487,14 +493,6 @@ class MicroBatches:
         forms = self.study(micro_batch, accumulates).forms
         assert forms is not None
         return forms.of(form).profile
-
-    def _device_us(self, profile: Profile, micro_batches: int, regions: tuple[Region, ...]) -> float:
-        graph, costs = profile.graph, profile.costs
-        again_us = Memory(graph).recompute_time_us(regions, costs.per_op_us(graph)) if regions else 0.0
-        return costs.update_time_us(graph, micro_batches, again_us)
-
-    def _host_us(self, profile: Profile, micro_batches: int, regions: tuple[Region, ...]) -> float:
-        return profile.host_time_us(Memory(profile.graph), regions, micro_batches)
 
     # For real
 
