@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -45,10 +46,11 @@ def test_a_budget_is_a_share_of_the_step() -> None:
     assert made.budget_bytes == made.without_checkpointing["peak_bytes"]
 
 
+@pytest.mark.parametrize("function", [remat.plan, remat.compare])
 @pytest.mark.parametrize("budget", [0.03, 20.0, True, None, [1]])
-def test_a_budget_without_a_unit_is_refused_with_what_it_may_mean(budget: Any) -> None:
+def test_a_budget_without_a_unit_is_refused_with_what_it_may_mean(function: Callable[..., Any], budget: Any) -> None:
     with pytest.raises(UsageError, match=r"neither a whole number of bytes nor text with a unit; write budget="):
-        remat.plan(TRANSFORMER, budget=budget)
+        function(TRANSFORMER, budget=budget)
 
 
 def test_a_budget_is_any_whole_number() -> None:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import remat
 from remat.costing.costs import estimated_costs, with_library_workspaces
 from remat.costing.planning_device import find_planning_device
 from remat.errors import Infeasible, UsageError
@@ -417,6 +418,16 @@ def test_where_not_one_sample_fits_the_least_budget_is_named() -> None:
     with pytest.raises(Infeasible) as refused:
         fit_all(WIDE, find_planning_device(TARGET), Budget(1 << 10, 1 << 10), 8, limits=LIMITS)
     assert refused.value.minimum_budget_bytes
+
+
+@pytest.mark.parametrize(
+    "function",
+    [remat.plan, functools.partial(remat.fit, global_batch=2), remat.largest_batch],
+    ids=["plan", "fit", "largest-batch"],
+)
+def test_a_state_that_the_host_has_no_room_for_is_refused_by_every_function(function: Callable[..., Any]) -> None:
+    with pytest.raises(UsageError, match="the optimizer's state takes"):
+        function(WIDE, target=TARGET, budget=GIB, offload="optimizer", host_budget=1024)
 
 
 @pytest.mark.exhaustive

@@ -82,6 +82,7 @@ def test_options_are_the_fields_of_the_request(group: type) -> None:
         pytest.param({"fuse": True}, TrainingLoop(ranks=2, shard="zero3"), "states are sharded", id="fused-shards"),
         pytest.param({"offload": "activations", "execution": "modules"}, None, "nothing is offloaded", id="modules"),
         pytest.param({"offload": "weights", "execution": "modules"}, None, "no weights are on the host", id="weights"),
+        pytest.param({"offload": "weights", "budget": None}, None, "is chosen for one budget", id="weights-no-budget"),
         pytest.param({"offload": "everything"}, None, "offload is activations", id="unknown"),
         pytest.param({"host_budget": "1GiB"}, None, "a host budget needs offloading", id="nothing-to-offload"),
         pytest.param({"budget": "20"}, None, "20", id="budget-without-unit"),

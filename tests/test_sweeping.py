@@ -260,6 +260,12 @@ def test_a_curve_with_offloads_lies_below_the_one_without(profile: Profile) -> N
         assert point.recompute_time_us <= min(below, default=float("inf")) + 1e-6
 
 
+@pytest.mark.parametrize("budget", [None, "1GiB"])
+def test_a_curve_with_weights_on_the_host_is_refused_because_their_number_is_one_budgets(budget: str | None) -> None:
+    with pytest.raises(UsageError, match="leave weights out of `offload`"):
+        sweep(toys.TRANSFORMER, target="h100-80gb", offload="weights", budget=budget)
+
+
 # Other forms of the step
 
 

@@ -28,6 +28,7 @@ from remat.offloading.link import Link
 from remat.offloading.schedule import stall_us, stashed_offloads
 from remat.offloading.timeline import Timeline
 from remat.planning.assemble import assemble, proof_of
+from remat.planning.budget import require_budget
 from remat.planning.forms import StepForm
 from remat.planning.planner import headroom_on_top, studied
 from remat.planning.portfolio import BestPlan, fastest
@@ -213,6 +214,7 @@ def compare(
         >>> print(remat.compare(workload, budget="20GiB", strategies=["every-block", "exact"]))
     """
     request, place = PlanRequest.of(**wanted), find_planning_device(target, costs)
+    require_budget(request.budget)
     study = studied(workload, request, place, loop, on_progress=on_progress)
     return compare_study(study, strategies=strategies, on_strategy=on_strategy)
 

@@ -334,8 +334,8 @@ class MicroBatches:
         return profile, step
 
     def _link_beside(self, graph: Graph) -> Link | None:
-        """Return the link less the host bytes of the optimizer's state."""
-        return None if self._link is None else beside_state(self._link, graph, self._link.host_bytes)
+        """Return the link less the host bytes of the optimizer's state. Raises UsageError if they do not fit."""
+        return beside_state(self._link, graph, self.request.host_bytes(self.place))
 
     def study_of(self, window: Window) -> Study:
         """Return the study of a window; losses stay whole where a slice's factor would round. (Rule 4)"""

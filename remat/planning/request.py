@@ -169,6 +169,11 @@ class PlanRequest:
         self.limit(place)
         self.link(place, loop)
         self.require_of(loop, has_model=has_model)
+        if self.wants_layers and self.budget is None:
+            raise UsageError(
+                "how many layers have their weights on the host is chosen for one budget, and none is given; leave "
+                "weights out of `offload` (--offload)."
+            )
 
     def require_of(self, loop: TrainingLoop | None, *, has_model: bool) -> None:
         """Raise UsageError where offloads or fused groups contradict the execution, the loop or each other."""

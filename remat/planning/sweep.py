@@ -44,6 +44,7 @@ from remat.planning.comparison import (
     solve,
 )
 from remat.planning.forms import StepForm
+from remat.planning.layers_on_host import weights_wait_us
 from remat.planning.planner import studied
 from remat.planning.portfolio import fastest
 from remat.planning.request import PlanRequest, RequestKeywords
@@ -181,7 +182,8 @@ def sweep(
         >>> curve = remat.sweep(workload, points=8)
         >>> [(point.peak_bytes, point.overhead) for point in curve.points]
     """
-    request, place = PlanRequest.of(**wanted), find_planning_device(target, costs)
+    request = dataclasses.replace(PlanRequest.of(**wanted), budget=None, headroom=None)
+    place = find_planning_device(target, costs)
     study = studied(workload, request, place, loop, on_progress=on_progress, on_form=on_form)
     return sweep_study(study, points=points, strategies=strategies, on_point=on_point)
 
@@ -414,7 +416,8 @@ class _Trace:
         solution, at, step_us = solved.solution, solved.found.at, self._study.device_time_us
         sizes, form = at.profile.graph.storages.size_bytes, at.form
         again_us = self._recompute_us(at, solution.regions)
-        added_us = again_us + solution.stall_us + at.extra_us
+        weights_us = weights_wait_us(at.profile, self._study.problem(at, 0).memory, solution.regions)
+        added_us = again_us + solution.stall_us + weights_us + at.extra_us
         proves = solved.strategy in EXACT
         gap = self._gap(solved)
         status = solution.status
