@@ -99,6 +99,16 @@ def test_on_a_card_what_the_allocator_reserves_counts() -> None:
     assert found.fits and found.is_reserved and found.needed_bytes >= needed() and "simulated" in str(found)
 
 
+@pytest.mark.parametrize("budget", ["auto", "80GiB"])
+def test_what_a_replay_needs_beyond_the_evaluator_is_needed_of_the_card_too(budget: str) -> None:
+    plan = library.plan(WORKLOAD, budget="80GiB", target=TARGET, execution="modules")
+    predicted, more = plan.predicted, 64 * MIB
+    higher = dataclasses.replace(plan, predicted={**predicted, "peak_bytes": predicted["peak_bytes"] + more})
+    peaks = library.estimate(WORKLOAD, plan=plan, target=TARGET).peaks
+    above = max(peaks.first_step_bytes - predicted["peak_bytes"], 0)
+    assert checked(budget, plan=higher).needed_bytes == checked(budget, plan=plan).needed_bytes + more - above
+
+
 @pytest.mark.exhaustive
 def test_a_setting_of_the_allocator_is_a_change_where_it_is_enough() -> None:
     found = library.estimate(WORKLOAD, target=TARGET)

@@ -125,9 +125,9 @@ def verdict_of(
     limit = request.limit(place, profile.peak_without_checkpointing)
     assert limit is not None
     found = estimate_under(plan, profile, request.allocator)
-    needed, is_reserved = needed_bytes(found, limit)
-    if plan is not None and not load(plan.execution).runs_as_evaluated:
-        needed = max(needed, plan.predicted["peak_bytes"])  # replayed
+    is_replayed = plan is not None and not load(plan.execution).runs_as_evaluated
+    replayed_bytes = plan.predicted["peak_bytes"] if plan is not None and is_replayed else 0
+    needed, is_reserved = needed_bytes(found, limit, replayed_bytes)
     verdict = Verdict(found.about["workload"], found.target, needed, limit_bytes(limit), is_reserved)
     if verdict.fits:
         return verdict
@@ -154,10 +154,13 @@ def _with_plan(
     return dataclasses.replace(verdict, change=change, added=added)
 
 
-def needed_bytes(found: Estimate, limit: Budget) -> tuple[int, bool]:
-    """Return the peak bytes of the step, and whether they are reserved bytes."""
+def needed_bytes(found: Estimate, limit: Budget, replayed_bytes: int = 0) -> tuple[int, bool]:
+    """Return the peak bytes of the step, and whether they are reserved bytes.
+
+    replayed_bytes  peak of its plan by the replay, if that may exceed the estimate
+    """
     peaks = found.peaks
-    requested = max(peaks.peak_bytes, peaks.eager_bytes or 0, peaks.first_step_bytes)
+    requested = max(peaks.peak_bytes, peaks.eager_bytes or 0, peaks.first_step_bytes, replayed_bytes)
     if limit.reserved_bytes is None or not found.allocator:
         return requested, False
     return found.allocator[0].reserved_bytes + requested - peaks.peak_bytes, True
