@@ -236,7 +236,9 @@ def least_peak(
         peak = problem.with_budget(0).curve(found).peak_bytes
         if peak < best:
             best, regions = peak, found
-        if best <= bound + LEAST_PEAK_GAP * best or outcome.interrupted:
+        if outcome.interrupted:
+            raise KeyboardInterrupt
+        if best <= bound + LEAST_PEAK_GAP * best:
             break
         violated = over_budget(problem.with_budget(int(bound)), found)
         if violated is None:

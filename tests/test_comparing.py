@@ -24,15 +24,19 @@ from remat.planning import comparison as comparing
 from remat.planning.budget import Budget
 from remat.planning.comparison import Comparison, StrategyRow
 from remat.planning.estimate import estimate_under
+from remat.planning.portfolio import BestPlan
 from remat.planning.profiling import fake_step, profile_step
+from remat.planning.request import FormChoice
 from remat.planning.search import Judge
+from remat.planning.study import Study
 from remat.recording.fake_step import FakeStep
 from remat.solvers import HEURISTICS, heuristic
 from remat.validation.measured_comparison import measure_plans
 from remat.workload.training_loop import TrainingLoop
 from tests import toys
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
-from tests.studies import compared
+from tests.studies import compared, plan_profile, study_of
+from tests.test_chunking import LANGUAGE
 
 pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
 
@@ -269,7 +273,35 @@ def test_where_the_replay_needs_more_less_is_asked_for(
     assert row.peak_bytes is not None and row.peak_bytes + 1000 <= budget.limit_bytes
 
 
+def test_the_limit_of_each_strategy_is_that_of_the_forms_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, best = [], comparing.fastest
+
+    def watched(study: Study, budget_bytes: int, limits: Limits) -> BestPlan:
+        seen.append(limits.time_s)
+        return best(study, budget_bytes, limits)
+
+    monkeypatch.setattr(comparing, "fastest", watched)
+    forms = FormChoice(slices=(2,), most_row_slices=0)
+    comparing.compare(
+        LANGUAGE.sized(64), budget="95%step", target="h100-80gb", time_limit=5.0, strategies=["exact"], forms=forms
+    )
+    assert seen == [5.0]
+
+
+def test_a_study_under_another_budget_is_under_that_without_a_link_too(profile: Profile, budget: Budget) -> None:
+    study = study_of(profile, limit=budget, link=Link(1.0, 1 << 30))
+    assert study.without_link.budget == study.with_losses_whole.budget == budget
+    other = study.within(Budget(1, 1))
+    assert other.without_link.budget == other.with_losses_whole.budget == Budget(1, 1)
+
+
 # Whole modules
+
+
+def test_replays_are_numbered_each_once(taken: tuple[Profile, FakeStep], budget: Budget) -> None:
+    seen: list[int] = []
+    plan_profile(taken[0], budget, step=taken[1], execution="modules", on_replay=seen.append, limits=LIMITS)
+    assert seen == [*range(1, len(seen) + 1)] and seen
 
 
 @pytest.fixture(scope="module")

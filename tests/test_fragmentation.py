@@ -279,6 +279,16 @@ def outcome(peak_bytes: int, price_us: float = 1.0) -> BestPlan:
     return BestPlan(found, peak_bytes, 1.0, 0.0, "optimal", 1.0)
 
 
+def test_the_gap_of_a_plan_that_reserves_less_is_a_share_of_its_price_beyond_the_cheapest_form() -> None:
+    """Fused groups may make a step faster than captured: 800 us at most, 500 within the budget, 450 on the card."""
+    first = dataclasses.replace(outcome(1000, -500.0), bound_us=-800.0, floor_us=-800.0, cheapest_us=-800.0)
+    made = reserving_at_most(
+        1000, first, lambda asked: outcome(asked, -450.0), lambda each: under_two_settings(1, each.peak_bytes + 9, 0)
+    )
+    assert made.gap == (-450 + 800) / (-450 + 800) == 1.0
+    assert made.floor_us == -800.0
+
+
 def under_two_settings(peak_bytes: int, reserved: int, other: int) -> tuple[Footprint, ...]:
     settings = (("", reserved), ("other:1", other))
     return tuple(Footprint(peak_bytes, peak_bytes, size, name, 2) for name, size in settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
 import typing
@@ -26,6 +27,7 @@ from remat.planning.budget import parse_budget
 from remat.planning.request import PlanRequest, RequestKeywords
 from remat.units import GIB
 from remat.workload.training_loop import TrainingLoop
+from tests.test_chunking import LANGUAGE, Language, used_twice
 from tests.toys import TRANSFORMER
 
 FIELDS = {field.name for field in dataclasses.fields(PlanRequest)}
@@ -138,6 +140,15 @@ def test_every_function_refuses_a_loop_of_another_type(function: Callable[..., A
     budget = {"budget": "20GiB"} if function in (remat.check, remat.compare, remat.largest_batch) else {}
     with pytest.raises(UsageError, match=r"`loop=` takes a remat\.TrainingLoop, not 5\."):
         function(TRANSFORMER, target="cpu", loop=5, **budget)
+
+
+@pytest.mark.parametrize("function", [remat.plan, remat.compare, remat.largest_batch], ids=lambda each: each.__name__)
+def test_every_function_says_in_a_refusal_why_the_loss_is_whole_and_what_the_headroom_is(
+    function: Callable[..., Any],
+) -> None:
+    workload = dataclasses.replace(LANGUAGE, build=functools.partial(Language, used_twice))
+    with pytest.raises(remat.Infeasible, match=r"not chunked: `logsumexp` reads .*\. The headroom of .* comes on top"):
+        function(workload, budget="1MiB", headroom="0.9MiB", target="cpu", limits=Limits(workers=1))
 
 
 def test_a_host_budget_of_another_type_is_refused_by_its_name() -> None:

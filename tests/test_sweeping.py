@@ -251,6 +251,7 @@ def test_a_curve_with_offloads_lies_below_the_one_without(profile: Profile) -> N
     link = Link(0.02 * profile.peak_without_checkpointing / profile.costs.step_time_us(profile.graph), 1 << 40)
     found = traced(profile, points=3, limits=Limits(workers=1, time_s=2), strategies=[], link=link)
     without = found.by_strategy()[NO_OFFLOAD]
+    assert all(point.gap is not None for point in without)
     assert any(point.host_bytes for point in found.points) and not any(point.host_bytes for point in without)
     assert found.points[0].budget_bytes <= min(point.peak_bytes for point in without)
     for point in found.points:
@@ -311,6 +312,7 @@ def test_beside_a_curve_of_forms_stands_the_step_as_captured(in_slices: tuple[Sw
     captured = found.by_strategy()[LOSS_WHOLE]
     assert not any(point.slices for point in captured)
     assert min(point.peak_bytes for point in captured) == whole.points[0].peak_bytes
+    assert all(point.gap is not None and 0 <= (point.bound_us or 0) <= point.recompute_time_us for point in captured)
     (by_hand,) = found.by_strategy()[LIGER_LIKE]
     assert by_hand.slices
     larger = next((point for point in found.points if point.budget_bytes >= by_hand.peak_bytes), found.points[-1])

@@ -95,5 +95,12 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """(objective - bound) / max(objective, 1 us)."""
-        return max(self.objective_us - self.bound_us, 0.0) / max(self.objective_us, 1.0)
+        return gap_of(self.objective_us, self.bound_us)
+
+
+def gap_of(price_us: float, bound_us: float, cheapest_us: float = 0.0) -> float:
+    """Return the distance of a plan from its bound, as a share of its price beyond `cheapest_us`, of at least 1 us.
+
+    cheapest_us  price of the cheapest form without recomputation, negative where fusing makes the step faster
+    """
+    return max(price_us - bound_us, 0.0) / max(price_us - cheapest_us, 1.0)

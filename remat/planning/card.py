@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from remat.errors import Infeasible, NoPlanInTime
+from remat.formulation.solution import gap_of
 from remat.planning.portfolio import BestPlan
 from remat.planning.study import Study
 from remat.reservation.allocator_settings import AllocatorSettings
@@ -46,15 +47,18 @@ def reserving_at_most(
     footprints_of  returns a plan's footprints: under the assumed settings, and under the others
 
     The first excess lowers the request. The search then halves the range between a request that is too large and one
-    that fits, and returns the fastest plan that fits. The bound stays that of `first`. Raises NoPlanInTime if no plan
-    fits.
+    that fits, and returns the fastest plan that fits. The bound stays that of `first`. Ctrl-C ends the search. Raises
+    NoPlanInTime if no plan fits.
     """
     first_footprints = footprints_of(first)
     excess = first_footprints[0].reserved_bytes - limit_bytes
     if excess <= 0:
         return first
     best, low, high = None, None, first.peak_bytes
+    made = first
     for _ in range(MOST_TRIES):
+        if made.interrupted:
+            break
         asked = max(high - excess, high // 2) if low is None else (low + high) // 2
         try:
             made = within(asked)
@@ -70,11 +74,15 @@ def reserving_at_most(
             best = made
         if -excess <= CLOSE_SHARE * limit_bytes:
             break
+    if best is None and made.interrupted:
+        raise KeyboardInterrupt
     if best is None:
         raise _too_fragmented(first_footprints, limit_bytes)
     bound_us = min(first.bound_us, best.price_us)
-    gap = (best.price_us - bound_us) / max(best.price_us, 1.0)
-    return dataclasses.replace(best, bound_us=bound_us, gap=gap, status="feasible")
+    gap, floor_us = gap_of(best.price_us, bound_us, first.cheapest_us), min(first.floor_us, best.price_us)
+    return dataclasses.replace(
+        best, bound_us=bound_us, gap=gap, status="feasible", floor_us=floor_us, interrupted=made.interrupted
+    )
 
 
 def _too_fragmented(footprints: Sequence[Footprint], limit_bytes: int) -> NoPlanInTime:

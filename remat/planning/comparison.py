@@ -23,14 +23,14 @@ from remat.evaluation.plan import Plan, Prediction, Region
 from remat.formulation import check
 from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
-from remat.formulation.solution import Limits, Solution, Status
+from remat.formulation.solution import Limits, Solution, Status, gap_of
 from remat.offloading.link import Link
 from remat.offloading.schedule import stall_us, stashed_offloads
 from remat.offloading.timeline import Timeline
 from remat.planning.assemble import assemble, proof_of
 from remat.planning.budget import require_budget
 from remat.planning.forms import StepForm
-from remat.planning.planner import headroom_on_top, studied
+from remat.planning.planner import refused_in_full, studied
 from remat.planning.portfolio import BestPlan, fastest
 from remat.planning.request import PlanRequest, RequestKeywords
 from remat.planning.search import search
@@ -239,7 +239,7 @@ def compare_study(
         load(name)
     budget = study.budget
     assert budget is not None
-    with headroom_on_top(budget):
+    with refused_in_full(study, budget):
         return _Comparing(study, budget.limit_bytes, on_strategy or (lambda *about: None)).run(names)
 
 
@@ -251,6 +251,7 @@ class _Comparing:
         self._limits, self._at = study.request.limits, study.captured
         self._problem = study.problem(self._at, budget_bytes)
         self._solutions: dict[str, Solution] = {}  # of the step as captured
+        self._cheapest_us = 0.0  # price of the cheapest form without recomputation
         self._interrupted = False
 
     def run(self, names: Sequence[str]) -> Comparison:
@@ -264,12 +265,16 @@ class _Comparing:
             rows = [self._row(name, found, bound_us) for name, found in self._named()]
         else:
             bound_us = outcome.bound_us
-            rows = [self._row("exact", outcome.found, bound_us, outcome), *self._by_hand(bound_us)]
+            rows = [self._row("exact", outcome.found, bound_us, outcome)]
+            if not self._interrupted:
+                with self._keeping_rows():
+                    rows.extend(self._by_hand(bound_us))
             captured = UNFUSED if study.request.fuses else LOSS_WHOLE
             for name, found in self._named():
                 row = self._row(name, found, bound_us)
                 rows.append(dataclasses.replace(row, strategy=captured if name == "exact" else name))
-        if not any(row.fits for row in rows) and any(row.status == "infeasible" for row in rows):
+        is_refused = any(row.status == "infeasible" for row in rows) and not any(row.fits for row in rows)
+        if is_refused and not self._interrupted:  # else forms may be missing that fit
             raise study.refused(self._at, self._budget_bytes, self._limits)
         return Comparison(
             budget_bytes=self._budget_bytes,
@@ -283,21 +288,27 @@ class _Comparing:
         for name, solution in self._solutions.items():
             yield name, FoundPlan(self._at, solution, self._limits)
 
+    @contextlib.contextmanager
+    def _keeping_rows(self) -> Iterator[None]:
+        """Let Ctrl-C end the comparison if it has rows."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not self._solutions:
+                raise
+            self._interrupted = True
+
     def _solve_each(self, names: Sequence[str]) -> None:
-        for number, name in enumerate(names, start=1):
-            self._on_strategy(name, number, len(names))
-            study = self._study if name in EXACT else self._study.without_link
-            try:
-                found = strategy_solution(study, self._at, name, self._budget_bytes, self._limits)
-            except KeyboardInterrupt:
-                if not self._solutions:
-                    raise
-                self._interrupted = True
-                break
-            self._solutions[name] = found
-            if found.interrupted:
-                self._interrupted = True
-                break
+        with self._keeping_rows():
+            for number, name in enumerate(names, start=1):
+                self._on_strategy(name, number, len(names))
+                study = self._study if name in EXACT else self._study.without_link
+                self._keep(name, strategy_solution(study, self._at, name, self._budget_bytes, self._limits))
+
+    def _keep(self, name: str, found: Solution) -> None:
+        self._solutions[name] = found
+        if found.interrupted:
+            raise KeyboardInterrupt
 
     def _solve_beside_offloads(self, count: int) -> None:
         """Solve without offloads, and find the offloads that people run without a plan."""
@@ -307,19 +318,19 @@ class _Comparing:
         self._solutions |= {name: offloaded_by_hand(problem, link, name) for name in (OFFLOAD_ALL, OFFLOAD_INPUTS)}
         if "exact" not in self._solutions:
             return
-        with contextlib.suppress(KeyboardInterrupt):
+        with self._keeping_rows():
             self._on_strategy(NO_OFFLOAD, count, count)
-            self._solutions[NO_OFFLOAD] = strategy_solution(alone, self._at, "exact", self._budget_bytes, self._limits)
+            self._keep(NO_OFFLOAD, strategy_solution(alone, self._at, "exact", self._budget_bytes, self._limits))
 
     def _best_of_forms(self) -> BestPlan | None:
         """Return the best plan of another form than the captured one, if it pays."""
         if self._interrupted or "exact" not in self._solutions or not self._study.has_forms:
             return None
-        try:
-            outcome = fastest(self._study, self._budget_bytes, dataclasses.replace(self._limits, time_s=None))
-        except (Infeasible, NoPlanInTime):
-            return None
-        return None if outcome.at is self._at else outcome
+        outcome = None
+        with self._keeping_rows(), contextlib.suppress(Infeasible, NoPlanInTime):
+            outcome = fastest(self._study, self._budget_bytes, self._limits)
+            self._cheapest_us, self._interrupted = outcome.cheapest_us, outcome.interrupted
+        return None if outcome is None or outcome.at is self._at else outcome
 
     def _by_hand(self, bound_us: float) -> Iterator[StrategyRow]:
         """Yield rows of what people run in another form without a plan."""
@@ -334,7 +345,7 @@ class _Comparing:
 
         best_bound_us  the best bound of the comparison, which a plan without its own proof stores
         """
-        how, solution, proves = self._study.how, found.solution, name in EXACT or name == NO_OFFLOAD
+        how, solution = self._study.how, found.solution
         fits, bound_us, gap = solution.fits, found.bound_us, solution.gap
         status = solution.status if outcome is None else outcome.status
         if outcome is not None:
@@ -348,7 +359,7 @@ class _Comparing:
                 solution = dataclasses.replace(solution, replayed_bytes=peak_bytes)
             found = dataclasses.replace(found, solution=solution, is_judged=asked is not None)
             proved_us = min(best_bound_us, found.price_us)
-            apart = gap if outcome is not None else (found.price_us - proved_us) / max(found.price_us, 1.0)
+            apart = gap if outcome is not None else gap_of(found.price_us, proved_us, self._cheapest_us)
             proof = proof_of(found, status=status, bound_us=proved_us, gap=apart)
             plan = assemble(self._study, found, self._budget_bytes, proof=proof)
             predicted = plan.predicted
@@ -369,8 +380,8 @@ class _Comparing:
             overhead=predicted.get("overhead"),
             samples_per_s=samples_per_s,
             tokens_per_s=samples_per_s * about["seq_len"] if samples_per_s and about["seq_len"] else None,
-            bound_us=bound_us if proves else None,
-            gap=gap if proves and fits else None,
+            bound_us=bound_us if proves(name) else None,
+            gap=gap if proves(name) and fits else None,
             above_bound=_above(added_us, best_bound_us) if fits else None,
             wall_s=round(solution.wall_s, 3),
             plan=plan,
@@ -453,6 +464,11 @@ def peak_of(problem: Problem, name: str, regions: tuple[Region, ...]) -> int:
 def has_plan(name: str, solution: Solution) -> bool:
     """Return whether the regions are a plan: a heuristic that fits nothing still returns its nearest plan."""
     return solution.fits or name in (*HEURISTICS, OFFLOAD_ALL, OFFLOAD_INPUTS)
+
+
+def proves(name: str) -> bool:
+    """Return whether the row `name` proves a bound on the plans that it chooses from."""
+    return name in (*EXACT, LOSS_WHOLE, UNFUSED, NO_OFFLOAD)
 
 
 def best_bound(solutions: dict[str, Solution]) -> float:

@@ -26,7 +26,7 @@ from remat.evaluation.plan import Plan
 from remat.offloading.link import Link
 from remat.planning.budget import Budget, is_share_of_step
 from remat.planning.micro_batches import BatchCandidate, MicroBatches, Window, largest
-from remat.planning.planner import headroom_on_top
+from remat.planning.planner import refused_in_full
 from remat.planning.request import PlanRequest, RequestKeywords
 from remat.workload.training_loop import TrainingLoop, is_power_of_two
 from remat.workload.workload import Workload, require_workload
@@ -124,7 +124,7 @@ class Sizing:
 
     def refuse(self, sizes: MicroBatches, window: Window) -> NoReturn:
         """Raise Infeasible: not even `window` fits."""
-        with headroom_on_top(self.budget):
+        with refused_in_full(sizes.study_of(window), self.budget):
             raise sizes.refusal(window)
 
 
@@ -252,7 +252,7 @@ def largest_of(sizing: Sizing) -> Plan:
     guess, cuts = sizes.guess(accumulates=loop.accumulates), is_power_of_two(loop.accumulation)
     found = largest(lambda size: sizes.feasible(size, accumulates=loop.accumulates, in_slices=cuts), guess=guess)
     if not found:
-        sizing.refuse(sizes, Window(1, 1))
+        sizing.refuse(sizes, Window(loop.accumulation, 1))
     return first_reserving(fewer(found), lambda size: sizes.plan(Window(size * loop.accumulation, size)))[1]
 
 

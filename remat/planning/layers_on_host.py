@@ -53,6 +53,8 @@ def with_layers_on_host(
         on_host = spread(layers, count) if count else []
         freed_bytes = sum(layer.size_bytes for layer in on_host[AT_ONCE:])
         found = request.solve(problem.with_budget(budget_bytes + freed_bytes), limits)
+        if found.interrupted:
+            raise KeyboardInterrupt
         if not found.fits:
             return 0.0
         wait_us = _wait_us(problem, found, on_host, profile.target.host_bytes_per_us)

@@ -53,6 +53,8 @@ def _rows(plan: Plan, study: Study, link: Link | None, on_row: Callable[[str], N
             if own == (numerics, each.link is not None):
                 yield _of_plan(row, plan)
                 continue
+            if plan.solver.get("interrupted"):
+                continue
             on_row(row.options)
             yield _found(row, each)
 
@@ -83,6 +85,8 @@ def _found(row: Alternative, study: Study) -> Alternative:
         return dataclasses.replace(row, why=str(error).partition(";")[0].rstrip("."))
     except RematError as error:  # a form that cannot be recorded
         return dataclasses.replace(row, why=str(error).partition(";")[0])
+    if outcome.interrupted:
+        raise KeyboardInterrupt
     predicted: Any = predict(study, outcome.found)
     return dataclasses.replace(
         row,

@@ -402,6 +402,8 @@ class MicroBatches:
             found = fastest(study, self.budget.limit_bytes, self.limits, judged=not self.how.runs_as_evaluated)
         except (Infeasible, NoPlanInTime):
             return self._candidate(window, "exact", FoundPlan(study.captured, NO_SOLUTION, self.limits))
+        if found.interrupted:
+            raise KeyboardInterrupt
         return self._candidate(window, "exact", found.found, found.gap)
 
     def _least_time_us(self, window: Window) -> float:
@@ -428,6 +430,8 @@ class MicroBatches:
         key = (*_key(window), strategy)
         if key not in self._solutions:
             self._solutions[key] = self._found_by(strategy, self.study(*_key(window)))
+        if self._solutions[key].interrupted:
+            raise KeyboardInterrupt
         return self._solutions[key]
 
     def _found_by(self, strategy: str, study: Study) -> Solution:

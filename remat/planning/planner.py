@@ -194,7 +194,7 @@ def plan_study(study: Study) -> Plan:
     """Plan a study within its budget. Raises Infeasible, or NoPlanInTime."""
     budget = study.budget
     assert budget is not None
-    with headroom_on_top(budget), losses_left_whole(study):
+    with refused_in_full(study, budget):
         return _planned(study, budget)
 
 
@@ -220,25 +220,15 @@ def _planned(study: Study, budget: Budget) -> Plan:
 
 
 @contextlib.contextmanager
-def losses_left_whole(study: Study) -> Iterator[None]:
-    """Let a refusal also say why large losses are not chunked."""
+def refused_in_full(study: Study, limit: Budget) -> Iterator[None]:
+    """Let a refusal also say why large losses are not chunked, and which headroom comes on top of the least peak."""
     try:
         yield
     except Infeasible as error:
         reasons = study.forms.left_whole if study.forms is not None else []
-        if not reasons:
+        more = [f"The loss is not chunked: {'; '.join(reasons)}."] if reasons else []
+        if headroom := limit.given_bytes - limit.limit_bytes:
+            more.append(f"The headroom of {gib(headroom)} comes on top.")
+        if not more:
             raise
-        message = f"{error} The loss is not chunked: {'; '.join(reasons)}."
-        raise Infeasible(message, error.minimum_budget_bytes, error.breakdown) from error
-
-
-@contextlib.contextmanager
-def headroom_on_top(limit: Budget) -> Iterator[None]:
-    """Let a refusal, which names the least peak, also name the headroom that comes on top of it."""
-    try:
-        yield
-    except Infeasible as error:
-        if not (headroom := limit.given_bytes - limit.limit_bytes):
-            raise
-        message = f"{error} The headroom of {gib(headroom)} comes on top."
-        raise Infeasible(message, error.minimum_budget_bytes, error.breakdown) from error
+        raise Infeasible(" ".join([str(error), *more]), error.minimum_budget_bytes, error.breakdown) from error

@@ -16,13 +16,14 @@ Rule 5  Plans are compared as the evaluator sees them, and the one to be taken i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from remat.errors import Infeasible, NoPlanInTime
-from remat.formulation.solution import Limits, Solution, Status
+from remat.formulation.solution import Limits, Solution, Status, gap_of
 from remat.planning.forms import StepForm
 from remat.planning.search import solve_within
 from remat.planning.study import Begin, FoundPlan, Refusal, Study
@@ -38,6 +39,7 @@ class BestPlan:
     bound_us    the least price of any plan of the forms that the proof is about
     gap         (price - bound) / (price - price of the cheapest form without recomputation)
     floor_us    the least price of any plan of any form
+    cheapest_us  price of the cheapest form without recomputation, as far as is known
     captured    the best plan of the captured step, if another form is taken and it has one
     left        the best plan of another form that saves too little to be taken (Rule 4)
     cut_short   whether there was no time to search every form
@@ -49,6 +51,7 @@ class BestPlan:
     gap: float
     status: Status
     floor_us: float
+    cheapest_us: float = 0.0
     captured: FoundPlan | None = None
     left: FoundPlan | None = None
     interrupted: bool = False
@@ -129,17 +132,23 @@ class _FormSearch:
 
     def run(self) -> BestPlan:
         self.captured = self._searched(self._study.captured, self._limits.clock.first_s)
-        try:
+        with self._keeping_plans():
             if not self._study.exceeds_after_backward(self._budget_bytes, self._limits):
                 self._search_others()
-        except KeyboardInterrupt:
-            if not self._plans:
-                raise
-            self.is_interrupted = True
         best = self._settled()
         if best is None:
             raise self._refusal()
         return self._outcome(best)
+
+    @contextlib.contextmanager
+    def _keeping_plans(self) -> Iterator[None]:
+        """Let Ctrl-C end a search whose plans so far are an answer."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not self._plans:
+                raise
+            self.is_interrupted = True
 
     # Searches
 
@@ -248,10 +257,12 @@ class _FormSearch:
                 bound_us = max(solution.bound_us, best.solution.bound_us)
                 best.solution = dataclasses.replace(solution, bound_us=min(bound_us, solution.objective_us))
                 best.is_judged = True
+                self.is_interrupted = self.is_interrupted or solution.interrupted
             except (Infeasible, NoPlanInTime) as error:
                 self._drop(best, error)
             if best is not self.captured:
-                self._search_captured_again()  # its search was too short if the best plan takes longer as it runs
+                with self._keeping_plans():
+                    self._search_captured_again()  # its search was too short if the best plan takes longer as it runs
         return best
 
     def _drop(self, found: FoundPlan, error: Refusal) -> None:
@@ -304,10 +315,10 @@ class _FormSearch:
             if not (self.has_dropped or self.is_cut_short or self.is_interrupted):
                 gap, status = best.solution.gap, best.solution.status
                 return BestPlan(best, peak_bytes, best.bound_us, gap, status, floor_us, left=left)
-        gap = (best.price_us - floor_us) / max(best.price_us - self._cheapest_us, 1.0)
+        gap = gap_of(best.price_us, floor_us, self._cheapest_us)
         status = "optimal" if gap <= self._limits.gap else "feasible"
         ended = self.is_interrupted, self.is_cut_short
-        return BestPlan(best, peak_bytes, floor_us, gap, status, floor_us, captured, left, *ended)
+        return BestPlan(best, peak_bytes, floor_us, gap, status, floor_us, self._cheapest_us, captured, left, *ended)
 
     def _refusal(self) -> Refusal:
         refused = list(self._refused.values())

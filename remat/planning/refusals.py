@@ -48,7 +48,7 @@ def not_found(
     """
     advice = _outside(problem.graph).rstrip()
     said = f"no plan within {gib(problem.budget_bytes)} was found in {found.wall_s:.0f} s"
-    if found.interrupted or limits.time_s is None or found.wall_s >= ENDED_EARLY_SHARE * limits.time_s:
+    if limits.time_s is None or found.wall_s >= ENDED_EARLY_SHARE * limits.time_s:
         return NoPlanInTime(f"{said}; raise the time limit (`{option}`).{f' {advice}' if advice else ''}")
     enough = enough_bytes()
     return NoPlanInTime(

@@ -30,13 +30,13 @@ from remat.solvers import Solver
 from remat.solvers.least_peak import LeastPeak, least_peak
 from remat.units import gib
 
-OnReplay = Callable[[int, int], None]
+OnReplay = Callable[[int], None]
 
 
 class Judge:
     """Peaks by the replay of one execution. Strategies often find the same plan, which is replayed once.
 
-    on_replay  called with the number of a replay and the most that there may be, before each
+    on_replay  called with the number of a replay, from 1, before each
     """
 
     def __init__(self, execution: Execution, step: FakeStep, profile: Profile, on_replay: OnReplay | None = None):
@@ -48,7 +48,7 @@ class Judge:
         key = regions, offloads
         if key not in self._peaks:
             if self.on_replay is not None:
-                self.on_replay(len(self._peaks) + 1, MOST_TRIES)
+                self.on_replay(len(self._peaks) + 1)
             self._peaks[key] = self._replayed(problem, regions, offloads)
         return self._peaks[key]
 
@@ -136,10 +136,11 @@ def search(
     kept = [each for each in replayed if (each.replayed_bytes or 0) <= problem.budget_bytes]
     if not kept:
         nearest = min(replayed, key=lambda each: each.replayed_bytes or 0)
-        return dataclasses.replace(nearest, status="unknown", bound_us=first.bound_us)
+        return dataclasses.replace(nearest, status="unknown", bound_us=first.bound_us, interrupted=found.interrupted)
     best = min(kept, key=lambda each: each.objective_us)
     status = best.status if len(tries) == 1 else "feasible"
-    return dataclasses.replace(best, status=status, bound_us=min(first.bound_us, best.objective_us))
+    bound_us = min(first.bound_us, best.objective_us)
+    return dataclasses.replace(best, status=status, bound_us=bound_us, interrupted=found.interrupted)
 
 
 def as_it_runs(problem: Problem, found: Solution, judge: Judge) -> Solution:
@@ -179,6 +180,8 @@ def solve_within(
     found = search(problem, execution, solver, judge, limits, may_need_none=True)
     if found.fits:
         return found
+    if found.interrupted:
+        raise KeyboardInterrupt
     least = least_peak(problem, limits)
     if found.status == "infeasible" or (found.replayed_bytes is None and least.bound_bytes > problem.budget_bytes):
         raise refused(problem, least, judge)
@@ -192,7 +195,7 @@ def solve_within(
     nearest = least_as_it_runs(problem, least, judge)
     enough = nearest.replayed_bytes or 0
     if enough <= problem.budget_bytes:  # where budgets that allow for an excess are below the least peak
-        kept = {name: getattr(found, name) for name in ("solver", "bound_us", "wall_s", "rounds", "interrupted")}
+        kept = {name: getattr(found, name) for name in ("solver", "bound_us", "wall_s", "rounds")}
         return dataclasses.replace(nearest, **kept)
     raise NoPlanInTime(
         f"no plan was found that keeps {gib(problem.budget_bytes)} as it runs (execution {execution}). Best replayed "

@@ -55,8 +55,8 @@ def with_shorter(
 ) -> Plan:
     """Return `made`, of `study`, with plans for shorter batches within the same budget, where they save time.
 
-    A length for which no plan was found has none, nor has one that the arguments of the forward do not show, since
-    training could not tell it. `planned_at(length, request)` plans the step at a length.
+    A length for which no plan was found has none, and none has one after Ctrl-C. Nor has one that the arguments of the
+    forward do not show, since training could not tell it. `planned_at(length, request)` plans the step at a length.
 
     Raises UsageError if the step calls its model several times.
     """
@@ -69,8 +69,10 @@ def with_shorter(
     assert budget is not None
     if budget.reserved_bytes is None:  # a share of the step is one of the longest
         request = dataclasses.replace(request, budget=budget.limit_bytes, headroom=None)
-    kept = [made]
+    kept, shorter = [made], made
     for length in sorted({*lengths}, reverse=True):
+        if shorter.solver.get("interrupted"):
+            break
         try:
             shorter = planned_at(length, request)
         except (CaptureError, Infeasible, NoPlanInTime):

@@ -160,11 +160,17 @@ class Study:
         """Return the time to launch a form's kernels from Python; 0 if unknown."""
         return at.profile.host_time_us(self.problem(at, 0).memory, regions, micro_batches)
 
+    def _variant(self, **changes: Any) -> Study:
+        """Return a copy with other attributes, of which no variant is known yet."""
+        other = copy.copy(self)
+        vars(other).update(changes)
+        for name in ("with_losses_whole", "without_link"):
+            vars(other).pop(name, None)
+        return other
+
     def within(self, budget: Budget) -> Study:
         """Return the study under another budget; both share the plans they know."""
-        other = copy.copy(self)
-        other.budget = budget
-        return other
+        return self._variant(budget=budget)
 
     def allowing(self, numerics: Numerics) -> Study:
         """Return the study with other `numerics`; both share the plans they know.
@@ -173,8 +179,7 @@ class Study:
         """
         if numerics == self.request.numerics:
             return self
-        other = copy.copy(self)
-        other.request = dataclasses.replace(self.request, numerics=numerics)
+        other = self._variant(request=dataclasses.replace(self.request, numerics=numerics))
         other.request.require_of(None if self.step is None else self.step.loop, has_model=self.step is not None)
         other.forms = other._forms()
         return other
@@ -183,28 +188,20 @@ class Study:
         """Return the study with another link, and without known plans, since other plans are allowed."""
         if link is None:
             return self.without_link
-        other = copy.copy(self)
-        other.link, other._linked = link, None
-        other._posed, other._known, other._judges, other._least = {}, {}, {}, {}
-        vars(other).pop("without_link", None)
-        return other
+        return self._variant(link=link, _linked=None, _posed={}, _known={}, _judges={}, _least={})
 
     @functools.cached_property
     def with_losses_whole(self) -> Study:
         """The same study, and the same memory, for plans that leave losses and MLPs whole."""
-        other = copy.copy(self)
-        other.forms = None if self.forms is None or not self.forms.fuse else self.forms.with_losses_whole
-        return other
+        forms = self.forms
+        return self._variant(forms=forms.with_losses_whole if forms is not None and forms.fuse else None)
 
     @functools.cached_property
     def without_link(self) -> Study:
         """The same study for plans that leave all activations on the device."""
         if self.link is None:
             return self
-        other = copy.copy(self)
-        other.link, other._linked = None, self
-        other._known, other._judges, other._least = {}, {}, {}
-        return other
+        return self._variant(link=None, _linked=self, _known={}, _judges={}, _least={})
 
     def problem(self, at: StepForm, budget_bytes: int) -> Problem:
         """Return the problem of the step in a form, posed once."""
@@ -325,7 +322,9 @@ class Study:
         return max(bounds, default=0.0)
 
     def _refusal(self, at: StepForm, problem: Problem, found: Solution, limits: Limits) -> Refusal:
-        """Make the error of a search without a plan."""
+        """Make the error of a search without a plan. Raises KeyboardInterrupt if the user ended it."""
+        if found.interrupted:
+            raise KeyboardInterrupt
         least = self.least(at, limits)
         if found.status == "infeasible" or least.bound_bytes > problem.budget_bytes:
             return infeasible(problem, least)

@@ -32,7 +32,7 @@ from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.form import CAPTURED_FORM, Form
 from remat.evaluation.plan import Region
 from remat.formulation.liveness import NS
-from remat.formulation.solution import Solution, Status
+from remat.formulation.solution import Solution, Status, gap_of
 from remat.planning.comparison import (
     FUSE_ONLY,
     LOSS_WHOLE,
@@ -41,6 +41,7 @@ from remat.planning.comparison import (
     UNFUSED,
     Heading,
     forms_by_hand,
+    proves,
     solve,
 )
 from remat.planning.forms import StepForm
@@ -407,7 +408,7 @@ class _Trace:
 
     def _bound_us(self, budget: int, solved: _SolvedPoint, found: Sequence[_SolvedPoint]) -> float:
         """Return the bound that is proved for plans that keep `budget` as they run. (Rule 2)"""
-        if solved.strategy not in EXACT:
+        if not proves(solved.strategy):
             return 0.0
         bounds = (other.bound_us for other in found if other.budget_bytes >= budget)
         return min(max(bounds, default=0.0), solved.price_us)
@@ -418,8 +419,7 @@ class _Trace:
         again_us = self._recompute_us(at, solution.regions)
         weights_us = weights_wait_us(at.profile, self._study.problem(at, 0).memory, solution.regions)
         added_us = again_us + solution.stall_us + weights_us + at.extra_us
-        proves = solved.strategy in EXACT
-        gap = self._gap(solved)
+        gap = gap_of(solved.price_us, solved.bound_us, min(at.extra_us for at in self.forms))
         status = solution.status
         if solved.strategy == CURVE:
             status = "optimal" if self._study.how.runs_as_evaluated and gap <= self._limits.gap else "feasible"
@@ -431,8 +431,8 @@ class _Trace:
             recompute_time_us=again_us,
             overhead=added_us / step_us if step_us else 0.0,
             status=status,
-            bound_us=solved.bound_us if proves else None,
-            gap=gap if proves else None,
+            bound_us=solved.bound_us if proves(solved.strategy) else None,
+            gap=gap if proves(solved.strategy) else None,
             regions=len(solution.regions),
             saved=sum(len(region.saved) for region in solution.regions),
             wall_s=round(solution.wall_s, 3),
@@ -442,11 +442,6 @@ class _Trace:
             slices=max((chunk.slices for chunk in form.chunks), default=0),
             rows=form.rows,
         )
-
-    def _gap(self, solved: _SolvedPoint) -> float:
-        """Return the distance of the plan from the best, as a share of its cost beyond the cheapest form."""
-        cheapest_us = min(at.extra_us for at in self.forms)
-        return max(solved.price_us - solved.bound_us, 0.0) / max(solved.price_us - cheapest_us, 1.0)
 
 
 def _largest_gap(curve: Sequence[_SolvedPoint]) -> int | None:

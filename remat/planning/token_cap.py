@@ -134,6 +134,8 @@ class _Cap:
             excess = max((self._excess(made, shape) or 0 for shape in others), default=0)
             if excess <= 0:
                 return dataclasses.replace(made, about={**made.about, TOKEN_CAP: self.cap(made, tokens)})
+            if made.solver.get("interrupted"):
+                raise KeyboardInterrupt
             budget = _less(budget, excess)
         raise Infeasible(f"no plan was found that fits every batch of up to {tokens} tokens.")
 

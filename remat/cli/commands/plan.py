@@ -112,8 +112,8 @@ def _planned_at(found: Source, line: LiveLine, length: int, request: PlanRequest
     return plan_study(study)
 
 
-def _replaying(line: LiveLine, execution: str, number: int, most: int) -> None:
-    line.say(f"replaying plans ({execution}), at most", number, most)
+def _replaying(line: LiveLine, execution: str, number: int) -> None:
+    line.say(f"replaying plan {number} ({execution})")
 
 
 def _forming(line: LiveLine, form: Form) -> None:
