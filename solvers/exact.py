@@ -37,7 +37,7 @@ INNER_SHARE = 0.2  # of the remaining time, where a step runs backward inside: i
 LATE_SHARE = 0.3  # of a time limit: with less left no other search is begun
 MANY_RUNS = 500  # with more runs, a search for the last SMALL_GAP is not worth its time
 MANY_TRANSITIONS = 20_000  # too many even to tell which runs are useful, for that gap
-HEURISTICS = (first_k.solve, save_matmuls.solve, chen_greedy.solve, greedy.solve)
+QUICK = (first_k.solve, save_matmuls.solve, chen_greedy.solve, greedy.solve)
 
 
 def solve(problem: Problem, limits: Limits) -> Solution:
@@ -126,7 +126,7 @@ def _by_heuristics(problem: Problem, limits: Limits, solution: Solution, started
     """Return `solution`, or a heuristic's plan if that is better; heuristics ignore that regions must be modules."""
     if problem.space.modules is not None:
         return solution
-    for heuristic in HEURISTICS:
+    for heuristic in QUICK:
         if solution.fits and _is_late(limits, started):
             break
         plan = heuristic(problem, limits)

@@ -1,11 +1,11 @@
-"""The host's time: how launching and running combine, and what is said of a step that the host bounds."""
+"""The host's time: the time to launch kernels, and what is said of a step that the host bounds."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from remat.costing.host_time import LAUNCH_US, along, host_time_us, launches_us
+from remat.costing.host_time import LAUNCH_US, host_time_us, launches_us
 from remat.costing.planning_device import find_planning_device
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import bound_by_host, device_overhead
@@ -17,27 +17,6 @@ from remat.recording.record import record
 from tests.toys import TRANSFORMER
 
 H100, CPU = find_planning_device("h100-80gb"), find_planning_device("cpu")
-
-
-@pytest.mark.parametrize(
-    ("device", "host", "expected"),
-    [
-        pytest.param([5, 5, 5], [1, 1, 1], 16, id="device"),  # the first waits for its launch
-        pytest.param([1, 1, 1], [5, 5, 5], 16, id="host"),  # the last runs after its launch
-        pytest.param([1, 1, 9, 1], [5, 5, 1, 1], 21, id="in-turns"),  # 11 launched + 9 + 1
-        pytest.param([], [], 0, id="nothing"),
-    ],
-)
-def test_a_kernel_starts_when_it_is_launched_and_the_one_before_has_ended(
-    device: list[float], host: list[float], expected: float
-) -> None:
-    assert along(np.array(device, dtype=float), np.array(host, dtype=float)) == expected
-
-
-def test_along_is_at_least_either_and_at_most_both() -> None:
-    rng = np.random.default_rng(0)
-    device, host = rng.exponential(size=(2, 50))
-    assert max(device.sum(), host.sum()) <= along(device, host) <= device.sum() + host.sum()
 
 
 @pytest.mark.exhaustive

@@ -20,12 +20,12 @@ Rule 6  Counters of a module are not advanced by a recomputation. Batch normalis
 Rule 7  A cast that belongs to a saved node (autocast's copies) is not saved; it is made again, and so is a constant
         (`torch.tensor(2.0)`). So is a cast that autocast remembered from before a region: in forward it lasts as long
         as autocast is on, in a recomputation as long as that.
+Rule 8  An offloaded storage is on the device until its release, and again from its fetch, or the first request for it,
+        if that is earlier, until autograd or its last region lets go of it. How fast it is copied changes times only.
 Rule 9  A region is recomputed once for every backward that asks for its saves: for those within the forward too. What
         such a backward's own graph keeps, it keeps as that recomputation made it; what the region took, as it is.
 Rule 10 Every region saves the nodes that decide (`Node.decides`), but those around and inside other regions. If another
         node changes their values in place, it saves copies.
-Rule 8  An offloaded storage is on the device until its release, and again from its fetch, or the first request for it,
-        if that is earlier, until autograd or its last region lets go of it. How fast it is copied changes times only.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ class Clock:
     first_s      for the first search of a form         longer_s  for a second search of one that may be the best
     window_s     for each micro-batch size where activations may be offloaded: its optimum is rarely proved
     layers_s     for each number of layers whose weights are on the host
+    lever_s      for the least peak of a step that a lever of `planning/advice.py` changes
 
     Parts of the exact solver:
 
@@ -33,6 +34,7 @@ class Clock:
     longer_s: float = 12.0
     window_s: float = 8.0
     layers_s: float = 4.0
+    lever_s: float = 10.0
     program_s: float = 40.0
     finer_s: float = 20.0
     small_gap_s: float = 8.0

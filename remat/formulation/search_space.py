@@ -56,7 +56,7 @@ class Space:
 
     longest  segments in a region, at most
     modules  where regions are modules: (first node, end, path) of each module that may be one, and nothing else may;
-             see `search_space.py`
+             see `execution/modules/search_space.py`
     """
 
     segments: tuple[Segment, ...]

@@ -26,6 +26,7 @@ from remat.costing.planning_device import PlanningDevice
 from remat.evaluation.breakdown import HEAD, codes_of_storages
 from remat.evaluation.graph import Graph
 from remat.evaluation.sharding import shard
+from remat.formulation.clock import Clock
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits
@@ -50,7 +51,6 @@ SLICED = "chunked_loss"  # in the operator of a loss that runs in slices
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 EIGHT_BIT = ("Adam", "AdamW")
 SOFTMAXES = ("aten._softmax.default", "aten._safe_softmax.default")
-LEAST_PEAK_S = 10.0
 BESIDE_SOFTMAX = 6  # operators between the scores of an attention and its output
 
 
@@ -92,7 +92,7 @@ def advise(
 def least_peak_of(graph: Graph, costs: Costs) -> int:
     """Return the least peak that any plan of the step has, or one close to it; serves as a judge."""
     problem = Problem(graph, costs, find_space(graph), 1)
-    return least_peak(problem, Limits(time_s=LEAST_PEAK_S)).peak_bytes
+    return least_peak(problem, Limits(time_s=Clock().lever_s)).peak_bytes
 
 
 def _is_cut(graph: Graph) -> bool:

@@ -325,7 +325,7 @@ class _FormSearch:
         if self.is_cut_short:
             return NoPlanInTime(
                 f"{min(refused, key=_least_budget)} There was no time for all forms of the step, such as more "
-                "chunks of its loss; raise --time-limit."
+                "chunks of its loss; raise the time limit (`time_limit=`)."
             )
         late = [error for error in refused if isinstance(error, NoPlanInTime)]
         if late or not self._judges:

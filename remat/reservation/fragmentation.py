@@ -41,7 +41,7 @@ MOST_STEPS = 12
 # What a process takes from a card beside all that the allocator reserves: the context, and kernels as they are loaded.
 # After the first operators 274 MiB on a card of 2022 (pytorch/pytorch, pull request 86509), 426 MiB on an RTX 6000 Ada
 # (torch 2.10, CUDA 13: unslothai/unsloth-zoo, pull request 1053); a step's kernels come on top. Measured on the card
-# at hand where there is one (`allocator.context_bytes`).
+# at hand where there is one (`device_allocator.context_bytes`).
 CONTEXT_BYTES = 600 * MIB
 
 
