@@ -139,11 +139,10 @@ class Branch:
             useful = of_table if useful is None else useful & of_table
         return useful
 
-    def parts(self, other: Proposal, best_ns: float) -> list[Branch]:
+    def parts(self, other: Proposal) -> list[Branch]:
         """Return the branch recounted, or its halves, so that none contains the plan over budget of its best table.
 
-        other    a plan that keeps the budget
-        best_ns  its recompute time
+        other  a plan that keeps the budget
 
         Storages that the plan keeps and the chain does not count are counted at the plan's first reason. If that has
         not helped, one half counts the largest and the other does not keep it. If there are none, the halves differ in

@@ -278,7 +278,7 @@ class _ChainSearch:
         if self._expected_s(tables * [branch.cells()]) > self.found.patience_s(self.limits):
             return []
         count = None if branch.fineness == 0 else branch.count
-        parts = branch.parts(self.found.regions, self.found.objective_ns)
+        parts = branch.parts(self.found.regions)
         return [dataclasses.replace(part, count=count) for part in parts]
 
     def _solve_branch(self, branch: Branch) -> Branch:

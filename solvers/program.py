@@ -178,7 +178,7 @@ def _search(program: Program, backend: Backend, limits: Limits, found: _Incumben
     """Improve `found`: solve, judge, add the most violated row, and repeat."""
     problem = program.problem
     found.precision = backend.precision
-    for rounds in range(1, MOST_ROUNDS + 1):
+    for _ in range(MOST_ROUNDS):
         left = limits.left(started).time_s
         if found.interrupted or left == 0.0:
             return
@@ -186,7 +186,7 @@ def _search(program: Program, backend: Backend, limits: Limits, found: _Incumben
         found.bound_us = max(found.bound_us, outcome.bound / NS)
         found.interrupted = outcome.interrupted
         if outcome.status == "infeasible" and found.best.status == "unknown":
-            found.best = Solution(found.name, "infeasible", rounds=rounds)
+            found.best = Solution(found.name, "infeasible")
         if not outcome.values:
             return
         regions = program.regions(outcome.values)
@@ -194,7 +194,7 @@ def _search(program: Program, backend: Backend, limits: Limits, found: _Incumben
         if violated is None:
             objective_us = program.objective_at(outcome.values) / NS
             if found.best.status == "unknown" or objective_us < found.best.objective_us:
-                found.best = Solution(found.name, "feasible", regions, objective_us, rounds=rounds)
+                found.best = Solution(found.name, "feasible", regions, objective_us)
             return
         program.add_exact(violated)
         program.exclude(regions)

@@ -21,7 +21,6 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -97,11 +96,6 @@ class Problem:
     def without_link(self) -> Problem:
         """Return the problem for plans that leave everything on the device."""
         return self if self._alone is None else self._alone.with_budget(self.budget_bytes)
-
-    @property
-    def without_checkpointing(self) -> dict[str, Any]:
-        """Peak and time of the step without a plan, to compare plans with."""
-        return {"peak_bytes": self.memory.peak_without_checkpointing, "step_time_us": self.step_time_us}
 
     def __str__(self) -> str:
         regions = sum(run.region is not None for run in self.runs)

@@ -82,7 +82,6 @@ class Solution:
     objective_us: float = 0.0
     bound_us: float = 0.0
     wall_s: float = 0.0
-    rounds: int = 1
     interrupted: bool = False
     replayed_bytes: int | None = None
     offloads: tuple[Offload, ...] = ()

@@ -13,8 +13,8 @@ from remat.evaluation.forwards import forwards_of
 from remat.evaluation.graph import CALLED_MODULES, OUTSIDE, Graph
 from remat.evaluation.plan import Plan, Prediction, Proof, to_refs
 from remat.offloading.refs import to_offload_refs
-from remat.planning.layers_on_host import pinned_bytes, weights_wait_us
-from remat.planning.links import state_on_host, state_wait_us
+from remat.planning.layers_on_host import weights_wait_us
+from remat.planning.links import pinned_bytes, state_on_host, state_wait_us
 from remat.planning.portfolio import BestPlan
 from remat.planning.refusals import where
 from remat.planning.study import FoundPlan, Study

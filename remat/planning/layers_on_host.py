@@ -8,7 +8,7 @@ layers, each with a budget that is larger by what leaves, and the number that co
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from remat.formulation.problem import Problem
 from remat.formulation.solution import Solution
 from remat.host.weights import AT_ONCE, FEWEST, Layer, layers_of, spread
 from remat.offloading.link import Link
+from remat.planning.links import pinned_bytes
 from remat.planning.request import PlanRequest
 from remat.recording.fake_step import LAYERS_ON_HOST, FakeStep
 from remat.recording.tracker import Tracker
@@ -78,11 +79,6 @@ def _between(counts: Sequence[int], best: int) -> list[int]:
     at = counts.index(best)
     ways = {(best + other) // 2 for other in counts[max(at - 1, 0) : at + 2]}
     return sorted(count for count in ways - {*counts} if count >= FEWEST)
-
-
-def pinned_bytes(sizes: Iterable[int]) -> int:
-    """Return the host bytes of layers of these sizes, in pinned pieces of a power of two each."""
-    return sum(1 << (size - 1).bit_length() for size in sizes)
 
 
 def _sizes(layers: Sequence[Layer]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -105,6 +106,11 @@ def state_on_host(graph: Graph) -> int:
     if not TrainingLoop.of(graph.about).offload_optimizer:
         return 0
     sizes = (size for parameter in graph.parameters for size in parameter.state_tensors if size >= SMALL_BYTES)
+    return pinned_bytes(sizes)
+
+
+def pinned_bytes(sizes: Iterable[int]) -> int:
+    """Return the host bytes of tensors of these sizes, in pinned pieces of a power of two each."""
     return sum(1 << (size - 1).bit_length() for size in sizes)
 
 

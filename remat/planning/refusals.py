@@ -39,17 +39,15 @@ def infeasible(problem: Problem, least: LeastPeak, replayed_bytes: int | None = 
     )
 
 
-def not_found(
-    problem: Problem, found: Solution, limits: Limits, enough_bytes: Callable[[], int], option: str
-) -> NoPlanInTime:
+def not_found(problem: Problem, found: Solution, limits: Limits, enough_bytes: Callable[[], int]) -> NoPlanInTime:
     """Make the error of a search that has neither a plan nor a proof that there is none.
 
-    enough_bytes  a budget that is known to suffice        option  the option that gives more time
+    enough_bytes  a budget that is known to suffice
     """
     advice = _outside(problem.graph).rstrip()
     said = f"no plan within {gib(problem.budget_bytes)} was found in {found.wall_s:.0f} s"
     if limits.time_s is None or found.wall_s >= ENDED_EARLY_SHARE * limits.time_s:
-        return NoPlanInTime(f"{said}; raise the time limit (`{option}`).{f' {advice}' if advice else ''}")
+        return NoPlanInTime(f"{said}; raise the time limit (`time_limit=`).{f' {advice}' if advice else ''}")
     enough = enough_bytes()
     return NoPlanInTime(
         f"{said} of {limits.time_s:.0f}, when the search ended by itself, and none is proved impossible. "

@@ -187,15 +187,11 @@ def solve_within(
         raise refused(problem, least, judge)
 
     if judge is None or found.replayed_bytes is None:
-        raise not_found(
-            *(problem, found, limits),
-            lambda: least_as_it_runs(problem, least, judge).replayed_bytes or 0,
-            "time_limit=",
-        )
+        raise not_found(problem, found, limits, lambda: least_as_it_runs(problem, least, judge).replayed_bytes or 0)
     nearest = least_as_it_runs(problem, least, judge)
     enough = nearest.replayed_bytes or 0
     if enough <= problem.budget_bytes:  # where budgets that allow for an excess are below the least peak
-        kept = {name: getattr(found, name) for name in ("solver", "bound_us", "wall_s", "rounds")}
+        kept = {name: getattr(found, name) for name in ("solver", "bound_us", "wall_s")}
         return dataclasses.replace(nearest, **kept)
     raise NoPlanInTime(
         f"no plan was found that keeps {gib(problem.budget_bytes)} as it runs (execution {execution}). Best replayed "

@@ -86,7 +86,6 @@ class Study:
     space       of plans for the captured step, by default the execution's
     replays     whether plans are replayed if there is a step
     profile_in  returns the profile of the step in a form; by default `step` is recorded
-    cuts        whether losses and MLPs may be chunked, if the request allows it
     on_form     called with a form before it is recorded or searched again
     on_replay   see `search.Judge`
     """
@@ -102,7 +101,6 @@ class Study:
         space: Space | None = None,
         replays: bool = True,
         profile_in: Callable[[Form], Profile] | None = None,
-        cuts: bool = True,
         on_form: Callable[[Form], None] | None = None,
         on_replay: OnReplay | None = None,
     ):
@@ -117,7 +115,7 @@ class Study:
         self.captured = StepForm(CAPTURED_FORM, self.profile, 0.0)
         self.on_form = on_form or (lambda form: None)
         self._space, self._replays, self._on_replay = space, replays, on_replay
-        self._profile_in, self._may_cut = profile_in, cuts
+        self._profile_in = profile_in
         self.forms = self._forms()
         self._linked: Study | None = None  # the same study with its link
         self._posed: dict[StepForm, Problem] = {}
@@ -127,7 +125,7 @@ class Study:
 
     def _forms(self) -> StepForms | None:
         """Return the forms that the request allows beside the captured one."""
-        cuts, fuse = self._may_cut and self.request.cuts, self.request.fuses
+        cuts, fuse = self.request.cuts, self.request.fuses
         if self.step is None or not (cuts or fuse):
             return None
         return StepForms(
@@ -332,7 +330,7 @@ class Study:
         def enough() -> int:
             return least_as_it_runs(problem, least, self.judge(at)).replayed_bytes or 0
 
-        return not_found(problem, found, limits, enough, "time_limit=")
+        return not_found(problem, found, limits, enough)
 
     def refused(self, at: StepForm, budget_bytes: int, limits: Limits) -> Infeasible:
         """Refuse a budget that no plan of a form keeps, with the least one that a plan keeps as it runs."""
