@@ -36,7 +36,8 @@ from benchmarks import report
 from remat.costing.operator_timing import device_target, time_operators
 from remat.costing.profile import Profile
 from remat.errors import RematError
-from remat.evaluation.plan import Plan, traced_branches
+from remat.evaluation.caveats import traced_branches
+from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, counts_of
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space

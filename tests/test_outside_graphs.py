@@ -11,9 +11,9 @@ import torch
 import remat
 from remat.cli.screen import plan_text
 from remat.errors import Infeasible
+from remat.evaluation.caveats import caveats
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import KEPT_OUTSIDE
-from remat.evaluation.plan import caveats
 from remat.execution.eager.replay import replay
 from tests.carrying import ROWS, WIDTH, Stack, workload
 from tests.toys import CHOICES, plan_by_hand, recorded

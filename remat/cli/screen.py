@@ -101,7 +101,8 @@ def _by_length(plan: Plan) -> str:
 
 def _caveats(plan: Plan) -> Iterator[str]:
     """Iterate over caveats: parts that a prediction leaves out, and side effects of the plan."""
-    from remat.evaluation.plan import bound_by_host, caveats
+    from remat.evaluation.caveats import caveats
+    from remat.evaluation.plan import bound_by_host
 
     if plan.about.get("own_checkpoints"):
         yield (

@@ -8,9 +8,9 @@ import numpy as np
 
 from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.breakdown import at_peak
+from remat.evaluation.caveats import outside_graphs
 from remat.evaluation.forwards import forwards_of, is_plain
 from remat.evaluation.graph import OUTSIDE, Graph
-from remat.evaluation.plan import outside_graphs
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution
 from remat.solvers.least_peak import LeastPeak

@@ -43,10 +43,11 @@ from remat.costing.operator_timing import device_target
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.timing_cache import device_name
 from remat.errors import UsageError, ValidationFailed, is_out_of_memory
+from remat.evaluation.caveats import drawn_lengths, traced_branches
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import form_of
 from remat.evaluation.forwards import PASSES, without_sizes
-from remat.evaluation.plan import Plan, RegionRef, drawn_lengths, traced_branches
+from remat.evaluation.plan import Plan, RegionRef
 from remat.execution import executions
 from remat.execution.apply import planned_forward, remove
 from remat.execution.base import Execution
