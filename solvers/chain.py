@@ -194,6 +194,13 @@ class Chain:
     def transition_count(self) -> int:
         return sum(map(len, self.into))
 
+    def out_of(self, transitions: Iterable[Transition]) -> list[list[Transition]]:
+        """List the transitions that begin at each cut, in their order."""
+        found: list[list[Transition]] = [[] for _ in range(self.count + 1)]
+        for transition in transitions:
+            found[transition.a].append(transition)
+        return found
+
     @property
     def room(self) -> int:
         """The most bytes that may be kept anywhere."""

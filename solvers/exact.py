@@ -21,7 +21,6 @@ import dataclasses
 import math
 import time
 
-from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.solution import SMALL_GAP, Limits, Solution
 from remat.solvers import chain_dp, chen_greedy, equal_regions, every_block, first_k, greedy, has_ortools, save_matmuls
@@ -57,7 +56,7 @@ def solve(problem: Problem, limits: Limits) -> Solution:
             return Solution("least-peak", "infeasible", wall_s=time.monotonic() - started)
         start = least.regions
     if not excess_bytes(problem, start):
-        _tell(limits, problem.objective_ns(start) / NS, 0.0)
+        _tell(limits, problem.objective_us(start), 0.0)
     problem, found, solution = _by_chains(problem, limits.left(started, CHAIN_SHARE), start)
     try:
         if not _is_final(solution, limits):
@@ -93,7 +92,7 @@ def _by_chain(problem: Problem, limits: Limits) -> tuple[chain_dp.Incumbent, Sol
 def _by_chains(problem: Problem, limits: Limits, start: Proposal) -> tuple[Problem, chain_dp.Incumbent, Solution]:
     """Solve along chains, and return the result with the problem as it was last tightened."""
     started, fits = time.monotonic(), not excess_bytes(problem, start)
-    most_us = problem.objective_ns(start) / NS if fits else math.inf
+    most_us = problem.objective_us(start) if fits else math.inf
     for share in ROUNDS if problem.link is not None else (1.0,):
         tight = problem.recomputing_at_most(most_us)
         found, solution = _by_chain(tight, dataclasses.replace(limits.left(started, share), start=start))
@@ -137,7 +136,7 @@ def _by_heuristics(problem: Problem, limits: Limits, solution: Solution, started
 
 def _with_plan(problem: Problem, limits: Limits, solution: Solution, regions: Proposal) -> Solution:
     """Return `solution` with another plan that keeps the budget, if that plan is better."""
-    objective_us = problem.objective_ns(regions) / NS
+    objective_us = problem.objective_us(regions)
     if solution.status != "unknown" and solution.objective_us <= objective_us:
         return solution
     found = dataclasses.replace(solution, status="feasible", regions=regions, objective_us=objective_us)

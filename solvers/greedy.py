@@ -116,8 +116,7 @@ class FreedBytes:
         return int(sizes[own].sum() - sizes[more].sum())
 
     def by_dropping(self, node: int) -> int:
-        sizes = self.problem.graph.storages.size_bytes
-        return int(sum(sizes[u] for u in self.problem.liveness.saved_by[node]))
+        return self.problem.liveness.saved_bytes(node)
 
 
 def last_taken(graph: Graph) -> np.ndarray:

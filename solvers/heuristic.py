@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterable, Sequence
 
 from remat.evaluation.plan import Region
-from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import blocks
 from remat.formulation.solution import Solution, Status
@@ -44,7 +43,7 @@ def judge(problem: Problem, name: str, *families: Iterable[Proposal]) -> Solutio
             best = _best(problem, family[max(at - stride + 1, 0) : at + stride], best)
     over, _, regions = best
     status: Status = "unknown" if over else "feasible"
-    time_us = problem.memory.recompute_time_us(regions, problem.liveness.op_time_ns / NS)
+    time_us = problem.memory.recompute_time_us(regions, problem.liveness.op_time_us)
     return Solution(name, status, regions, time_us, 0.0, time.monotonic() - started)
 
 

@@ -206,9 +206,7 @@ class _Extents:
         chain, found = self.chain, set[int]()
         kept = [np.full(len(states), -NO_CONTINUATION) for states in self.most]  # at least, before every cut
         kept[0][0] = 0
-        out_of: list[list[Transition]] = [[] for _ in range(chain.count + 1)]
-        for transition in (transition for into in chain.into for transition in into):
-            out_of[transition.a].append(transition)
+        out_of = chain.out_of(transition for into in chain.into for transition in into)
         for a in range(chain.count):
             for transition in out_of[a]:
                 for k, before in enumerate(kept[a].tolist()):
@@ -236,9 +234,7 @@ class _Reach:
         self._kept: list[dict[_State, int]] = [{} for _ in range(chain.count + 1)]
         self._came: dict[tuple[int, _State], tuple[Transition, _State]] = {}
         self._kept[0][0, 0] = self._spare
-        out_of: list[list[Transition]] = [[] for _ in range(chain.count + 1)]
-        for transition in (transition for into in chain.all_into for transition in into.values()):
-            out_of[transition.a].append(transition)
+        out_of = chain.out_of(transition for into in chain.all_into for transition in into.values())
         for cut in range(chain.count + 1):
             check_time(deadline_s)
             self._kept[cut] = self._fewest(cut)

@@ -35,7 +35,7 @@ def _cheapest(problem: Problem, saved: Sequence[int], excess: int) -> set[int]:
 
     The faster of both ways is taken.
     """
-    time_ns, size = problem.liveness.save_time_ns, {v: _bytes(problem, v) for v in saved}
+    time_ns, size = problem.liveness.save_time_ns, {v: problem.liveness.saved_bytes(v) for v in saved}
     single = min((v for v in saved if size[v] >= excess), key=lambda v: time_ns[v], default=None)
     many: list[int] = []
     for v in sorted((v for v in saved if size[v]), key=lambda v: time_ns[v] / size[v]):
@@ -63,23 +63,19 @@ def _fill(problem: Problem, regions: tuple[Region, ...], slack: int) -> tuple[Re
     ]
     rejected: set[int] = set()
     for _ in range(TRIES):
-        fitting = [v for v in open_ if v not in saved and v not in rejected and _bytes(problem, v) <= slack]
+        fitting = [
+            v for v in open_ if v not in saved and v not in rejected and problem.liveness.saved_bytes(v) <= slack
+        ]
         if not fitting:
             break
         best = max(fitting, key=lambda v: problem.liveness.save_time_ns[v])
         proposal = _with_saves(regions, saved | {best})
         left = problem.budget_bytes - problem.curve(proposal).peak_bytes
         if left < 0:
-            rejected |= {v for v in fitting if _bytes(problem, v) >= _bytes(problem, best)}
+            rejected |= {v for v in fitting if problem.liveness.saved_bytes(v) >= problem.liveness.saved_bytes(best)}
             continue
         regions, saved, slack = proposal, saved | {best}, left
     return regions
-
-
-def _bytes(problem: Problem, node: int) -> int:
-    """Return the most bytes that saving `node` keeps."""
-    sizes = problem.graph.storages.size_bytes
-    return int(sum(sizes[u] for u in problem.liveness.saved_by[node]))
 
 
 def _with_saves(regions: Sequence[Region], saved: set[int]) -> tuple[Region, ...]:

@@ -204,7 +204,7 @@ def _best_known(name: str, problem: Problem, limits: Limits, start: Solution | N
     """Return the best plan to start from that keeps the budget."""
     known = [start] if start is not None and start.status == "feasible" else []
     if limits.start is not None and problem.curve(limits.start).peak_bytes <= problem.budget_bytes:
-        known.append(Solution(name, "feasible", limits.start, problem.objective_ns(limits.start) / NS))
+        known.append(Solution(name, "feasible", limits.start, problem.objective_us(limits.start)))
     return min(known, key=lambda solution: solution.objective_us, default=Solution(name, "unknown"))
 
 

@@ -41,9 +41,7 @@ class _ReachedValues:
         self.table, chain = table, table.chain
         self.values = [[np.full(table.levels, np.inf) for _ in values] for values in table.values]
         self.values[0][0][0] = 0.0
-        out_of: list[list[Transition]] = [[] for _ in range(chain.count + 1)]
-        for transition in (transition for into in chain.into for transition in into):
-            out_of[transition.a].append(transition)
+        out_of = chain.out_of(transition for into in chain.into for transition in into)
         for a in range(chain.count):
             check_time(deadline_s)
             table.cap_forward(self.values, a)

@@ -57,6 +57,11 @@ class Form:
         return ", ".join([*map(str, self.chunks[:1]), *rows, *(["groups fused"] if self.fused else [])]) or "unchanged"
 
     @property
+    def slices(self) -> int:
+        """Number of chunks of losses; 0 if they are whole."""
+        return max((chunk.slices for chunk in self.chunks), default=0)
+
+    @property
     def in_one_slice(self) -> Form:
         """The common part of forms that differ only in the number of slices of losses."""
         return dataclasses.replace(self, chunks=tuple(dataclasses.replace(each, slices=1) for each in self.chunks))

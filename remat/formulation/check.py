@@ -79,7 +79,7 @@ def _within_budget(problem: Problem, solution: Solution) -> Iterator[str]:
 
 
 def _objective(problem: Problem, solution: Solution) -> Iterator[str]:
-    time = problem.memory.recompute_time_us(solution.regions, problem.liveness.op_time_ns / 1000)
+    time = problem.memory.recompute_time_us(solution.regions, problem.liveness.op_time_us)
     time += solution.stall_us
     if abs(time - solution.objective_us) > 0.01 + 1e-6 * time:
         yield f"recompute time is {time:.3f} us, the solver claims {solution.objective_us:.3f} us"

@@ -34,6 +34,15 @@ class Liveness:
                 self.op_time_ns[node.first : node.end] = 0
 
     @functools.cached_property
+    def op_time_us(self) -> np.ndarray:
+        return self.op_time_ns / NS
+
+    def saved_bytes(self, node: int) -> int:
+        """Return the most bytes that saving `node` keeps."""
+        sizes = self.graph.storages.size_bytes
+        return int(sum(sizes[u] for u in self.saved_by[node]))
+
+    @functools.cached_property
     def segment_of_node(self) -> np.ndarray:
         lengths = [segment.end - segment.first for segment in self.space.segments]
         return np.repeat(np.arange(len(lengths)), lengths)

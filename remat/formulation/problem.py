@@ -65,7 +65,7 @@ class Problem:
         if link is not None and graph.inner:
             raise UsageError("nothing is offloaded where a step differentiates inside; leave `offload` out.")
         self.link = link
-        self._relief = None if link is None else Relief(graph, self.liveness.op_time_ns / NS, link)
+        self._relief = None if link is None else Relief(graph, self.liveness.op_time_us, link)
         self._alone = None
         if link is not None:
             self._alone = Problem(graph, costs, space, budget_bytes, like=like)
@@ -88,7 +88,7 @@ class Problem:
         if self.link is None:
             return self
         other = copy.copy(self)
-        other._relief = Relief(self.graph, self.liveness.op_time_ns / NS, self.link, time_us)
+        other._relief = Relief(self.graph, self.liveness.op_time_us, self.link, time_us)
         for known in ("floor_bytes", "forward_rows", "_carried_bytes"):
             vars(other).pop(known, None)
         return other
@@ -111,14 +111,14 @@ class Problem:
         curve = self.memory.curve(regions)
         if self.link is None or curve.peak_bytes <= self.budget_bytes:
             return curve
-        offloads = all_offloads(self.memory, regions, self.liveness.op_time_ns / NS, self.link)
+        offloads = all_offloads(self.memory, regions, self.liveness.op_time_us, self.link)
         return self.memory.offloading(offloads).curve(regions)
 
     def offloads_of(self, regions: Sequence[Region]) -> tuple[Offload, ...]:
         """Choose the offloads with which a plan of these regions keeps the budget."""
         if self.link is None or self.memory.curve(regions).peak_bytes <= self.budget_bytes:
             return ()
-        return fewest_offloads(self.memory, regions, self.liveness.op_time_ns / NS, self.link, self.budget_bytes)
+        return fewest_offloads(self.memory, regions, self.liveness.op_time_us, self.link, self.budget_bytes)
 
     @property
     def fixed_bytes(self) -> int:
@@ -372,6 +372,9 @@ class Problem:
         times = (self.runs[i].time_ns for i in self.runs_of(regions))
         saved = (set(region.saved) - self.runs[self._run_of(region)].never_again for region in regions)
         return sum(times) - sum(self.liveness.save_time_ns[v] for of_region in saved for v in of_region)
+
+    def objective_us(self, regions: Sequence[Region]) -> float:
+        return self.objective_ns(regions) / NS
 
     # Rows
 

@@ -21,7 +21,6 @@ from remat.costing.planning_device import find_planning_device
 from remat.errors import Infeasible, NoPlanInTime, RematError
 from remat.evaluation.plan import Plan, Prediction, Region
 from remat.formulation import check
-from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution, Status, gap_of
 from remat.offloading.link import Link
@@ -414,12 +413,12 @@ def forms_by_hand(study: Study) -> Iterator[tuple[str, StepForm, str]]:
 def offloaded_by_hand(problem: Problem, link: Link, name: str) -> Solution:
     """Offload as people do without a plan (`OFFLOAD_ALL` or `OFFLOAD_INPUTS`), and compute the stalls."""
     regions = every_block.regions(problem) if name == OFFLOAD_INPUTS else ()
-    timeline = Timeline(problem.memory, regions, problem.liveness.op_time_ns / NS)
+    timeline = Timeline(problem.memory, regions, problem.liveness.op_time_us)
     inputs = {u for region in regions for u in problem.memory.inputs(region.first, region.end)}
     offloads = stashed_offloads(timeline, link, inputs if regions else None)
     fits = problem.memory.offloading(offloads).curve(regions).peak_bytes <= problem.budget_bytes
     stalled = stall_us(timeline, offloads, link)
-    objective_us = problem.objective_ns(regions) / NS + stalled
+    objective_us = problem.objective_us(regions) + stalled
     status: Status = "feasible" if fits else "unknown"
     return Solution(name, status, regions, objective_us, offloads=offloads, stall_us=stalled)
 

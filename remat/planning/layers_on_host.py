@@ -115,8 +115,7 @@ def graph_with_layers(graph: Graph, step: FakeStep, count: int, alignment_bytes:
 
 def _wait_us(problem: Problem, found: Solution, layers: Sequence[Layer], bytes_per_us: float) -> float:
     sizes = {layer.path: layer.size_bytes for layer in layers}
-    op_time_us = problem.liveness.op_time_ns / 1000
-    return wait_us(problem.memory, found.regions, op_time_us, sizes, bytes_per_us)
+    return wait_us(problem.memory, found.regions, problem.liveness.op_time_us, sizes, bytes_per_us)
 
 
 def weights_wait_us(profile: Profile, memory: Memory, regions: Sequence[Region]) -> float:

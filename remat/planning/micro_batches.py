@@ -460,7 +460,7 @@ class MicroBatches:
             overhead=time_us / plain_us - 1 if fits and plain_us else None,
             regions=regions,
             gap=gap if fits else None,
-            slices=max((chunk.slices for chunk in form.chunks), default=0),
+            slices=form.slices,
             fused=form.fused,
             offloaded_bytes=int(sum(problem.graph.storages.size_bytes[each.storage] for each in solution.offloads)),
         )

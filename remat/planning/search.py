@@ -20,7 +20,6 @@ from remat.evaluation.form import form_of
 from remat.evaluation.plan import Offload, Region, to_refs
 from remat.execution.base import MOST_TRIES, Execution, Try
 from remat.formulation import check
-from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.solution import NONE_NEEDED, Limits, Solution
 from remat.offloading.refs import to_offload_refs
@@ -159,7 +158,7 @@ def least_as_it_runs(problem: Problem, least: LeastPeak, judge: Judge | None) ->
     """Return the plan with the least peak, offloading all that the link carries, with its peak as it runs."""
     problem = problem.with_budget(least.peak_bytes)
     regions, offloads = least.regions, problem.offloads_of(least.regions)
-    found = Solution("least-peak", "feasible", regions, problem.objective_ns(regions) / NS, offloads=offloads)
+    found = Solution("least-peak", "feasible", regions, problem.objective_us(regions), offloads=offloads)
     if judge is None:
         return dataclasses.replace(found, replayed_bytes=least.peak_bytes)
     return as_it_runs(problem, found, judge)

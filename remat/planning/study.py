@@ -19,7 +19,6 @@ from remat.costing.profile import Profile
 from remat.errors import Infeasible, NoPlanInTime, RematError
 from remat.evaluation.form import CAPTURED_FORM, Form
 from remat.evaluation.plan import Region, from_refs, to_refs
-from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import Space
 from remat.formulation.solution import NONE_NEEDED, TRACING_ALONE, Limits, Solution
@@ -259,7 +258,7 @@ class Study:
         problem = self.problem(at, 0)
         peak_bytes = problem.curve(regions).peak_bytes
         problem = problem.with_budget(peak_bytes)
-        offloads, price_us = problem.offloads_of(regions), problem.objective_ns(regions) / NS
+        offloads, price_us = problem.offloads_of(regions), problem.objective_us(regions)
         self.remember(at, peak_bytes, Solution("least-peak", "feasible", regions, price_us, offloads=offloads))
 
     def solve(

@@ -31,7 +31,6 @@ from remat.costing.planning_device import find_planning_device
 from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.form import CAPTURED_FORM, Form
 from remat.evaluation.plan import Region
-from remat.formulation.liveness import NS
 from remat.formulation.solution import Solution, Status, gap_of
 from remat.planning.comparison import (
     FUSE_ONLY,
@@ -352,7 +351,7 @@ class _Trace:
 
     def _recompute_us(self, at: StepForm, regions: tuple[Region, ...]) -> float:
         problem = self._study.problem(at, 0)
-        return problem.memory.recompute_time_us(regions, problem.liveness.op_time_ns / NS)
+        return problem.memory.recompute_time_us(regions, problem.liveness.op_time_us)
 
     def find_others(self, name: str) -> None:
         """Find the distinct plans of a strategy under the budgets of the curve. (Rule 3)"""
@@ -439,7 +438,7 @@ class _Trace:
             host_bytes=int(sum(sizes[each.storage] for each in solution.offloads)),
             form_time_us=at.extra_us,
             form=str(form),
-            slices=max((chunk.slices for chunk in form.chunks), default=0),
+            slices=form.slices,
             rows=form.rows,
         )
 
