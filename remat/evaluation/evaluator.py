@@ -72,6 +72,15 @@ class Curve:
     def peak_at(self) -> int:
         return int(self.alive_bytes.argmax())
 
+    def phases(self, graph: Graph) -> dict[str, np.ndarray]:
+        """Return which operators run in forward, backward and the optimizer; recomputations are part of backward."""
+        is_forward, is_again = self.op < graph.forward_end, self.region >= 0
+        return {
+            "forward": is_forward & ~is_again,
+            "backward": is_again | (~is_forward & (self.op < graph.backward_end)),
+            "optimizer": self.op >= graph.backward_end,
+        }
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lives:

@@ -19,7 +19,7 @@ from remat.capture.generators import generators_kept
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.costing.profile import Profile
 from remat.evaluation import breakdown
-from remat.evaluation.evaluator import Curve, Memory
+from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import form_of
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Offload, Plan, Region
@@ -35,8 +35,6 @@ from remat.recording.fake_step import FakeStep
 from remat.reservation.fragmentation import Footprint, assumed_settings, footprints
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
-
-PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,16 +205,10 @@ def _peaks(memory: Memory, regions: Sequence[Region], *, is_traced: bool) -> Pea
         eager_bytes=memory.peak_without_checkpointing if len(graph.untraced_bytes) and not is_traced else None,
         first_step_bytes=memory.first_step_peak(regions),
         at=where(graph, int(curve.op[curve.peak_at])),
-        phases=_phases(graph, curve),
+        phases={name: int(curve.alive_bytes[own].max(initial=0)) for name, own in curve.phases(graph).items()},
         parts=breakdown.at_peak(memory, regions),
         modules=breakdown.by_module(memory, regions, curve.peak_at),
     )
-
-
-def _phases(graph: Graph, curve: Curve) -> dict[str, int]:
-    phase = np.where(curve.op >= graph.backward_end, 2, np.where(curve.op >= graph.forward_end, 1, 0))
-    phase = np.where(curve.region >= 0, 1, phase)  # a recomputation is part of backward
-    return {name: int(curve.alive_bytes[phase == i].max(initial=0)) for i, name in enumerate(PHASES)}
 
 
 def _waited_us(profile: Profile, regions: Sequence[Region], offloads: Sequence[Offload]) -> float:

@@ -102,13 +102,8 @@ def timeline(
     took_us = np.where(curve.executed, costs.per_op_us(graph)[curve.op], 0.0)
     ends = np.cumsum(took_us)
     begins = ends - took_us
-    forward = curve.op < graph.forward_end
-    kinds = {
-        "forward": forward & (curve.region < 0),
-        "backward": (curve.region >= 0) | (~forward & (curve.op < graph.backward_end)),
-        "optimizer": curve.op >= graph.backward_end,
-    }
-    phases = {name: (float(begins[own].min()), float(ends[own].max())) for name, own in kinds.items() if own.any()}
+    kinds = curve.phases(graph).items()
+    phases = {name: (float(begins[own].min()), float(ends[own].max())) for name, own in kinds if own.any()}
     shown = _highest(curve.alive_bytes, points or POINTS)
     return StepTimeline(
         about=graph.about,
