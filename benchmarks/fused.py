@@ -51,9 +51,10 @@ from remat.fusion import fused_group, kernels
 from remat.models import TEST_SIZES, build
 from remat.planning.assemble import assemble
 from remat.planning.budget import Budget
-from remat.planning.comparison import UNFUSED, compare_study
+from remat.planning.comparison import compare_study
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import PlanRequest
+from remat.planning.strategies import UNFUSED
 from remat.planning.study import FoundPlan, Study
 from remat.recording.record import record
 from remat.solvers.least_peak import least_peak

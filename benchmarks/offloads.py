@@ -24,10 +24,11 @@ from remat.errors import RematError
 from remat.formulation.solution import Limits
 from remat.models import build
 from remat.planning.budget import Budget
-from remat.planning.comparison import OFFLOAD_ALL, OFFLOAD_INPUTS, compare_study
+from remat.planning.comparison import compare_study
 from remat.planning.links import ACTIVATIONS, beside_state, host_bytes_of, link_of, state_wait_us
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import PlanRequest
+from remat.planning.strategies import OFFLOAD_ALL, OFFLOAD_INPUTS
 from remat.planning.study import Study
 from remat.units import GIB
 from remat.workload.training_loop import TrainingLoop

@@ -21,9 +21,10 @@ from remat.execution.executions import load
 from remat.formulation.solution import Limits
 from remat.models import build
 from remat.planning.budget import Budget
-from remat.planning.comparison import LIGER_LIKE, LOSS_WHOLE, Comparison, compare_study
+from remat.planning.comparison import Comparison, compare_study
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import PlanRequest
+from remat.planning.strategies import LIGER_LIKE, LOSS_WHOLE
 from remat.planning.study import Study
 from remat.recording.fake_step import FakeStep
 from remat.solvers.least_peak import least_peak

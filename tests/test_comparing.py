@@ -21,6 +21,7 @@ from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits, Solution
 from remat.offloading.link import Link
 from remat.planning import comparison as comparing
+from remat.planning import strategies
 from remat.planning.budget import Budget
 from remat.planning.comparison import Comparison, StrategyRow
 from remat.planning.estimate import estimate_under
@@ -221,7 +222,7 @@ def test_a_step_that_waits_for_the_host_takes_as_long_in_every_answer(offload: s
 
 def answering(monkeypatch: pytest.MonkeyPatch, **solutions: Solution | BaseException) -> None:
     """Let strategies by name give these; the others are as they are."""
-    load = comparing.load
+    load = strategies.load
 
     def loaded(name: str) -> Any:
         given = solutions.get(name.replace("-", "_"))
@@ -235,7 +236,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, **solutions: Solution | BaseExcep
 
         return solve
 
-    monkeypatch.setattr(comparing, "load", loaded)
+    monkeypatch.setattr(strategies, "load", loaded)
 
 
 def test_a_plan_that_does_not_hold_is_no_row(

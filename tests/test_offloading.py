@@ -45,9 +45,9 @@ from remat.offloading.relief import Relief
 from remat.offloading.schedule import all_offloads, fewest_offloads, stall_us, stashed_offloads
 from remat.offloading.timeline import Timeline
 from remat.planning.budget import parse_budget
-from remat.planning.comparison import NO_OFFLOAD, OFFLOAD_ALL, OFFLOAD_INPUTS
 from remat.planning.links import link_of, require_offloads
 from remat.planning.profiling import fake_step, profile_step
+from remat.planning.strategies import NO_OFFLOAD, OFFLOAD_ALL, OFFLOAD_INPUTS
 from remat.recording import layouts
 from remat.recording.fake_step import FakeStep
 from remat.solvers import HEURISTICS, load

@@ -23,10 +23,10 @@ from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits, Solution
 from remat.models import TEST_SIZES
 from remat.offloading.link import Link
-from remat.planning.comparison import LIGER_LIKE, LOSS_WHOLE, NO_OFFLOAD
 from remat.planning.planner import plan
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import FormChoice
+from remat.planning.strategies import LIGER_LIKE, LOSS_WHOLE, NO_OFFLOAD
 from remat.planning.sweep import Sweep, sweep
 from remat.solvers import HEURISTICS, exact
 from remat.solvers.least_peak import least_peak

@@ -18,24 +18,30 @@ from typing import Any, ClassVar, Unpack
 
 from remat.capture.generators import generators_kept
 from remat.costing.planning_device import find_planning_device
-from remat.errors import Infeasible, NoPlanInTime, RematError
-from remat.evaluation.plan import Plan, Prediction, Region
-from remat.formulation import check
-from remat.formulation.problem import Problem
-from remat.formulation.solution import Limits, Solution, Status, gap_of
-from remat.offloading.link import Link
-from remat.offloading.schedule import stall_us, stashed_offloads
-from remat.offloading.timeline import Timeline
+from remat.errors import Infeasible, NoPlanInTime
+from remat.evaluation.plan import Plan, Prediction
+from remat.formulation.solution import Solution, Status, gap_of
 from remat.planning.assemble import assemble, proof_of
 from remat.planning.budget import require_budget
-from remat.planning.forms import StepForm
+from remat.planning.heading import Heading
 from remat.planning.planner import refused_in_full, studied
 from remat.planning.portfolio import BestPlan, fastest
 from remat.planning.request import PlanRequest, RequestKeywords
-from remat.planning.search import search
+from remat.planning.strategies import (
+    LOSS_WHOLE,
+    NO_OFFLOAD,
+    OFFLOAD_ALL,
+    OFFLOAD_INPUTS,
+    UNFUSED,
+    best_bound,
+    forms_by_hand,
+    has_plan,
+    offloaded_by_hand,
+    proves,
+    strategy_solution,
+)
 from remat.planning.study import FoundPlan, Study
-from remat.shown import Shown
-from remat.solvers import EXACT, HEURISTICS, NO_CHECKPOINTING, every_block, load
+from remat.solvers import EXACT, HEURISTICS, NO_CHECKPOINTING, load
 from remat.units import gib, ms
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
@@ -43,15 +49,7 @@ from remat.workload.workload import Workload
 OnStrategy = Callable[[str, int, int], None]
 
 DEFAULT = (*HEURISTICS, "exact")
-NO_LIMIT = 1 << 62
 COLUMNS = ("strategy", "fits", "peak", "step", "added", "gap")
-LOSS_WHOLE = "exact-whole-loss"  # the plan of "exact" with whole losses, if "exact" chunks them
-UNFUSED = "exact-unfused"  # the plan of "exact" for the captured step, if groups are fused
-FUSE_ONLY = "fuse-only"  # groups fused, and nothing recomputed
-NO_OFFLOAD = "exact-no-offload"  # the plan of "exact" without offloads, if these are allowed
-OFFLOAD_ALL = "offload-all"  # nothing recomputed, all saved tensors on the host, as TRL's activation_offloading
-OFFLOAD_INPUTS = "offload-inputs"  # every block, its input on the host, as Unsloth's gradient checkpointing
-LIGER_LIKE = "liger-like"  # every block, and losses in as many slices as Liger-Kernel's fused head takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,37 +99,6 @@ class StrategyRow:
     def to_json(self) -> dict[str, Any]:
         names = [field.name for field in dataclasses.fields(self) if field.name != "plan"]
         return {name: getattr(self, name) for name in names}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Heading(Shown):
-    """The heading of a table of plans: step, target, source of costs, and the step without a plan."""
-
-    about: dict[str, Any]
-    target: str
-    costs: str
-    without_checkpointing: dict[str, Any]
-    execution: str
-
-    @staticmethod
-    def fields_of(study: Study) -> dict[str, Any]:
-        profile = study.profile
-        return {
-            "about": profile.graph.about,
-            "target": profile.target.name,
-            "costs": profile.costs.source,
-            "without_checkpointing": study.without_checkpointing(),
-            "execution": study.how.name,
-        }
-
-    def heading_json(self) -> dict[str, Any]:
-        return {
-            "model": self.about["workload"],
-            "target": self.target,
-            "costs": self.costs,
-            "without_checkpointing": self.without_checkpointing,
-            "execution": self.execution,
-        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -396,80 +363,6 @@ class _Comparing:
         return about["batch_size"] * accumulation / update_us * 1e6 if update_us else None
 
 
-def forms_by_hand(study: Study) -> Iterator[tuple[str, StepForm, str]]:
-    """Yield (name of the row, form, strategy) of what people run in another form without a planner."""
-    forms = study.forms
-    assert forms is not None
-    others = [(LIGER_LIKE, forms.like_liger, "every-block")] if forms.are_losses else []
-    others += [(FUSE_ONLY, forms.fused, FUSE_ONLY)] if forms.fuse else []
-    for name, form_of, strategy in others:
-        try:
-            at = form_of()
-        except RematError:  # the step, or a later graph, reads the logits
-            continue
-        yield name, at, strategy
-
-
-def offloaded_by_hand(problem: Problem, link: Link, name: str) -> Solution:
-    """Offload as people do without a plan (`OFFLOAD_ALL` or `OFFLOAD_INPUTS`), and compute the stalls."""
-    regions = every_block.regions(problem) if name == OFFLOAD_INPUTS else ()
-    timeline = Timeline(problem.memory, regions, problem.liveness.op_time_us)
-    inputs = {u for region in regions for u in problem.memory.inputs(region.first, region.end)}
-    offloads = stashed_offloads(timeline, link, inputs if regions else None)
-    fits = problem.memory.offloading(offloads).curve(regions).peak_bytes <= problem.budget_bytes
-    stalled = stall_us(timeline, offloads, link)
-    objective_us = problem.objective_us(regions) + stalled
-    status: Status = "feasible" if fits else "unknown"
-    return Solution(name, status, regions, objective_us, offloads=offloads, stall_us=stalled)
-
-
 def _above(price_us: float | None, bound_us: float) -> float | None:
     """Return the share by which a price exceeds the bound; None if that says nothing."""
     return None if price_us is None or bound_us <= 0 else max(price_us / bound_us - 1, 0.0)
-
-
-def solve(problem: Problem, name: str, limits: Limits) -> Solution:
-    """Solve with the strategy `name`; raise if the plan fails the check."""
-    if name == FUSE_ONLY:
-        fits = problem.memory.peak_without_regions <= problem.budget_bytes
-        return Solution(FUSE_ONLY, "feasible" if fits else "unknown")
-    solution = load(name)(problem, limits)
-    if solution.fits:
-        solution = dataclasses.replace(solution, offloads=problem.offloads_of(solution.regions))
-    if has_plan(name, solution):
-        check.require(problem if solution.fits else problem.with_budget(NO_LIMIT), solution)
-    return solution
-
-
-def strategy_solution(study: Study, at: StepForm, name: str, budget_bytes: int, limits: Limits) -> Solution:
-    """Solve the step in a form with the strategy `name`, as it runs."""
-    problem, how, judge = study.problem(at, budget_bytes), study.how, study.judge(at)
-    if name == NO_CHECKPOINTING:  # not replayed: it runs untraced
-        peak = problem.memory.peak_without_checkpointing
-        return Solution(NO_CHECKPOINTING, "feasible" if peak <= budget_bytes else "unknown", replayed_bytes=peak)
-    proves = name in EXACT
-    found = search(problem, how, lambda each, limits: solve(each, name, limits), judge, limits, may_need_none=proves)
-    if proves and how.runs_as_evaluated and found.fits:
-        study.remember(at, budget_bytes, found)
-    return found
-
-
-def peak_of(problem: Problem, name: str, regions: tuple[Region, ...]) -> int:
-    """Return the evaluator's peak of the plan that the strategy `name` proposes."""
-    memory = problem.memory
-    return memory.peak_without_checkpointing if name == NO_CHECKPOINTING else memory.curve(regions).peak_bytes
-
-
-def has_plan(name: str, solution: Solution) -> bool:
-    """Return whether the regions are a plan: a heuristic that fits nothing still returns its nearest plan."""
-    return solution.fits or name in (*HEURISTICS, OFFLOAD_ALL, OFFLOAD_INPUTS)
-
-
-def proves(name: str) -> bool:
-    """Return whether the row `name` proves a bound on the plans that it chooses from."""
-    return name in (*EXACT, LOSS_WHOLE, UNFUSED, NO_OFFLOAD)
-
-
-def best_bound(solutions: dict[str, Solution]) -> float:
-    """Return the least recompute time of any plan within the budget, as proved."""
-    return max((solution.bound_us for name, solution in solutions.items() if name in EXACT), default=0.0)

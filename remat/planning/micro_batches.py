@@ -33,13 +33,13 @@ from remat.evaluation.sharding import shard
 from remat.formulation.solution import Solution
 from remat.offloading.link import Link
 from remat.planning.budget import Budget
-from remat.planning.comparison import OFFLOAD_ALL, offloaded_by_hand, peak_of, strategy_solution
 from remat.planning.forms import StepForm
 from remat.planning.links import beside_state, require_offloads
 from remat.planning.planner import plan_study
 from remat.planning.portfolio import fastest
 from remat.planning.profiling import VariantProfiles, fake_step, profile_step
 from remat.planning.request import PlanRequest
+from remat.planning.strategies import OFFLOAD_ALL, offloaded_by_hand, peak_of, strategy_solution
 from remat.planning.study import FoundPlan, Study
 from remat.planning.untraced import with_untraced
 from remat.recording.fake_step import FakeStep

@@ -32,24 +32,15 @@ from remat.errors import Infeasible, NoPlanInTime
 from remat.evaluation.form import CAPTURED_FORM, Form
 from remat.evaluation.plan import Region
 from remat.formulation.solution import Solution, Status, gap_of
-from remat.planning.comparison import (
-    FUSE_ONLY,
-    LOSS_WHOLE,
-    NO_CHECKPOINTING,
-    NO_OFFLOAD,
-    UNFUSED,
-    Heading,
-    forms_by_hand,
-    proves,
-    solve,
-)
 from remat.planning.forms import StepForm
+from remat.planning.heading import Heading
 from remat.planning.layers_on_host import weights_wait_us
 from remat.planning.planner import studied
 from remat.planning.portfolio import fastest
 from remat.planning.request import PlanRequest, RequestKeywords
+from remat.planning.strategies import FUSE_ONLY, LOSS_WHOLE, NO_OFFLOAD, UNFUSED, forms_by_hand, proves, solve
 from remat.planning.study import FoundPlan, Study
-from remat.solvers import EXACT, HEURISTICS, every_block, load
+from remat.solvers import EXACT, HEURISTICS, NO_CHECKPOINTING, every_block, load
 from remat.units import gib, ms
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload

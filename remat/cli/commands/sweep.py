@@ -170,7 +170,7 @@ def _chart(found: Sweep, unit: str, options: ConsoleOptions) -> Iterator[Text]:
 
 def _notes(found: Sweep, files: tuple[str, ...]) -> Iterator[str]:
     from remat.cli.screen import execution_notes
-    from remat.planning.comparison import LIGER_LIKE, LOSS_WHOLE, NO_OFFLOAD, UNFUSED
+    from remat.planning.strategies import LIGER_LIKE, LOSS_WHOLE, NO_OFFLOAD, UNFUSED
 
     if found.costs == "estimated":
         yield "step times are estimated"
