@@ -24,8 +24,8 @@ from remat.formulation.solution import Limits
 from remat.models import REGISTRY, build
 from remat.planning.budget import Budget
 from remat.planning.fit import Sizing
-from remat.planning.micro_batches import largest
 from remat.planning.request import PlanRequest
+from remat.planning.windows import largest
 from remat.reservation.allocator_settings import AllocatorSettings
 from remat.reservation.fragmentation import CONTEXT_BYTES, footprints
 from remat.solvers import load

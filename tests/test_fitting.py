@@ -27,18 +27,10 @@ from remat.offloading.link import Link
 from remat.planning.budget import Budget
 from remat.planning.fit import JOINT, BatchFit, largest_batch, longest_sequence, samples_of_rank
 from remat.planning.forms import StepForms
-from remat.planning.micro_batches import (
-    OFFLOAD_RUNG,
-    RUNGS,
-    MicroBatches,
-    Window,
-    between,
-    divisors,
-    largest,
-    samples_that_fit,
-)
+from remat.planning.micro_batches import OFFLOAD_RUNG, RUNGS, MicroBatches
 from remat.planning.profiling import VariantProfiles, fake_step, profile_step
 from remat.planning.request import FormChoice
+from remat.planning.windows import Window, between, divisors, largest, samples_that_fit
 from remat.recording.record import record
 from remat.solvers.least_peak import least_peak
 from remat.units import GIB

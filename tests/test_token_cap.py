@@ -21,8 +21,8 @@ from remat.evaluation.plan import TOKEN_CAP, Plan
 from remat.formulation.solution import Limits
 from remat.integrations.token_batches import TokenBatches, TokenCap
 from remat.planning.estimate import estimate
-from remat.planning.micro_batches import MOST_SAMPLES, Window
 from remat.planning.token_cap import CLOSE_SHARE, BatchShape, _PaddedCap, edge, most_tokens
+from remat.planning.windows import MOST_SAMPLES, Window
 from tests.cached import cached
 from tests.graphs import recorded
 from tests.test_fitting import CONVNET, TARGET, WIDE, at, search

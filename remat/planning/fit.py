@@ -25,9 +25,10 @@ from remat.errors import Infeasible, NoPlanInTime, UsageError
 from remat.evaluation.plan import Plan
 from remat.offloading.link import Link
 from remat.planning.budget import Budget, is_share_of_step
-from remat.planning.micro_batches import BatchCandidate, MicroBatches, Window, largest
+from remat.planning.micro_batches import MicroBatches
 from remat.planning.planner import refused_in_full
 from remat.planning.request import PlanRequest, RequestKeywords
+from remat.planning.windows import BatchCandidate, Window, largest
 from remat.workload.training_loop import TrainingLoop, is_power_of_two
 from remat.workload.workload import Workload, require_workload
 

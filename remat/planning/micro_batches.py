@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from remat.costing.costs import estimated_costs, with_forward_alone, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice
@@ -42,6 +41,15 @@ from remat.planning.request import PlanRequest
 from remat.planning.strategies import OFFLOAD_ALL, offloaded_by_hand, peak_of, strategy_solution
 from remat.planning.study import FoundPlan, Study
 from remat.planning.untraced import with_untraced
+from remat.planning.windows import (
+    SEVERAL,
+    BatchCandidate,
+    Window,
+    between,
+    divisors,
+    even_window,
+    samples_that_fit,
+)
 from remat.recording.fake_step import FakeStep
 from remat.recording.record import record
 from remat.recording.reslice import HeadCall, Resliced, filled
@@ -54,102 +62,9 @@ from remat.workload.workload import Workload
 RUNGS = ("as is", "accumulate", "checkpoint")  # of the classic ladder
 OFFLOAD_RUNG = "offload"  # the last of them, where there is a link
 RECORDED_AT = (2, 4)  # batch sizes
-SEVERAL = 2  # micro-batches: from the second on, all are alike
 NO_SOLUTION = Solution("exact", "unknown")
-MOST_SAMPLES = 1 << 20  # samples in a micro-batch, or steps of a sequence
 
 _UpdateTime = Callable[[Profile, Memory, tuple[Region, ...], int], float]  # of so many micro-batches, and the optimizer
-
-
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """The samples of one rank in one optimizer step, in equal micro-batches; the last may be smaller."""
-
-    samples: int
-    micro_batch: int
-
-    @property
-    def accumulation(self) -> int:
-        return -(-self.samples // self.micro_batch)
-
-    @property
-    def last(self) -> int:
-        """Size of the last micro-batch."""
-        return self.samples - (self.accumulation - 1) * self.micro_batch
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """The factors of each micro-batch's mean loss. (Rule 3)"""
-        sizes = [self.micro_batch] * (self.accumulation - 1) + [self.last]
-        return tuple(size / self.samples for size in sizes)
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchCandidate:
-    """One way to run the global batch on this budget.
-
-    strategy       "none", "every-block", "offload-all" or "exact"
-    time_us        of one optimizer step on a rank; None if it does not fit
-    regions, gap   of its plan
-    slices         number of chunks of the loss; 0: whole  fused  whether groups are fused
-    offloaded_bytes  activations that go to the host in every micro-batch
-    """
-
-    strategy: str
-    micro_batch: int
-    accumulation: int
-    last: int
-    peak_bytes: int
-    time_us: float | None
-    overhead: float | None
-    regions: tuple[Region, ...] = dataclasses.field(default=(), repr=False)
-    gap: float | None = None
-    slices: int = 0
-    fused: bool = False
-    offloaded_bytes: int = 0
-
-    @property
-    def fits(self) -> bool:
-        """Whether it keeps the budget."""
-        return self.time_us is not None
-
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "fits": self.fits, "regions": len(self.regions)}
-
-
-def samples_that_fit(limit_bytes: int, fixed_bytes: float, bytes_per_sample: float) -> int:
-    """Return floor((limit - fixed) / per sample), at least 0: the samples that fit beside fixed bytes."""
-    return max(int((limit_bytes - fixed_bytes) // bytes_per_sample), 0)
-
-
-def divisors(count: int) -> list[int]:
-    """List the divisors of `count`, the largest first."""
-    return [size for size in range(count, 0, -1) if count % size == 0]
-
-
-def between(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number that fits, if `low` does and `high` does not."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def largest(fits: Callable[[int], bool], most: int = MOST_SAMPLES, guess: int = 1) -> int:
-    """Return the largest number from 1 to `most` that fits, searched in doubling steps from `guess`; 0 for none."""
-    known, far = min(max(guess, 1), most), 1
-    if fits(known):
-        while known + far <= most and fits(known + far):
-            known, far = known + far, 2 * far
-        return between(known, min(known + far, most + 1), fits)
-    while known > far and not fits(known - far):
-        known, far = known - far, 2 * far
-    return between(max(known - far, 0), known, fits)
-
-
-def _even_window(micro_batch: int, accumulates: bool) -> Window:
-    """Return a window of micro-batches of one size."""
-    return Window(micro_batch * (SEVERAL if accumulates else 1), micro_batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,7 +290,7 @@ class MicroBatches:
 
     def feasible(self, micro_batch: int, *, accumulates: bool, in_slices: bool = True) -> bool:
         """Return whether some plan fits `micro_batch`; without `in_slices`, one that leaves losses and MLPs whole."""
-        window, study = _even_window(micro_batch, accumulates), self.study(micro_batch, accumulates)
+        window, study = even_window(micro_batch, accumulates), self.study(micro_batch, accumulates)
         problem = study.problem(study.captured, self.budget.limit_bytes)
         if self.how.runs_as_evaluated and problem.memory.peak_without_regions <= self.budget.limit_bytes:
             return True
@@ -469,7 +384,7 @@ class MicroBatches:
         """Return the time that all micro-batches wait for copies."""
         if not solution.stall_us or window.last == window.micro_batch:
             return window.accumulation * solution.stall_us
-        last = self._whole(_even_window(window.last, accumulates=True), strategy)
+        last = self._whole(even_window(window.last, accumulates=True), strategy)
         return (window.accumulation - 1) * solution.stall_us + last.stall_us
 
     def _time_us(

@@ -32,8 +32,9 @@ from remat.planning.budget import Budget
 from remat.planning.checking import limit_bytes, needed_bytes
 from remat.planning.estimate import estimate_under, recorded_for
 from remat.planning.fit import Sizing, fewer, first_reserving
-from remat.planning.micro_batches import MOST_SAMPLES, MicroBatches, Window, between, largest
+from remat.planning.micro_batches import MicroBatches
 from remat.planning.request import PlanRequest, RequestKeywords
+from remat.planning.windows import MOST_SAMPLES, Window, between, largest
 from remat.workload.training_loop import TrainingLoop, is_power_of_two
 from remat.workload.workload import Workload
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from remat.evaluation.plan import Plan
     from remat.planning.budget import Budget
     from remat.planning.fit import BatchFit
-    from remat.planning.micro_batches import BatchCandidate
+    from remat.planning.windows import BatchCandidate
 
 
 GLOBAL_BATCH, MAX_BATCH, MAX_SEQ, MAX_TOKENS = "global_batch", "max_batch", "max_seq", "max_tokens"
