@@ -702,15 +702,17 @@ def test_a_training_that_was_interrupted_leaves_a_model_to_train_on(
 # What is kept
 
 
-def test_what_identifies_a_step_is_in_the_name_of_its_plan(tmp_path: Path) -> None:
-    def key(budget: str = "1MiB", **options: Any) -> str:
+def test_what_identifies_a_step_is_in_the_name_of_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(budget: str = "1MiB", ranks: int = 1, **options: Any) -> str:
         made = trainer(tmp_path, **options)
+        monkeypatch.setattr(transformers.TrainingArguments, "world_size", ranks)
         return planned_trainer._key(made, workload_of(made), {"budget": budget, "target": "cpu"})
 
     same = key()
     assert same == key(learning_rate=1e-3, seed=3, max_steps=9, save_steps=7)
     others = [key("2MiB"), key(bf16=True), key(optim="sgd"), key(per_device_train_batch_size=2), key(max_grad_norm=0)]
-    assert len({same, *others}) == 6
+    others += [key(ranks=4), key(data=rows(length=lambda i: LENGTH - i % 2), collate=padded)]
+    assert len({same, *others}) == 8
 
 
 @pytest.mark.exhaustive

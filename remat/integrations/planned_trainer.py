@@ -2,9 +2,9 @@
 
 The file lies in `plans/` of the cache folder (`$XDG_CACHE_HOME/remat`, or `~/.cache/remat`), under a name that begins
 with the model's and ends with a digest of what identifies the step: budget, device, versions, the model's class,
-configuration and parameters, the batch's shapes, the Trainer's class with the source of its `compute_loss`, and its
-arguments, less those that change no step (`_IRRELEVANT_ARGUMENTS`). Anything else that differs is noticed at the first
-step, as with any plan.
+configuration and parameters, the batch's shapes and padding, the number of ranks, the Trainer's class with the source
+of its `compute_loss`, and its arguments, less those that change no step (`_IRRELEVANT_ARGUMENTS`). Anything else that
+differs is noticed at the first step, as with any plan.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from remat.capture.attention_masks import all_ones
 from remat.costing.timing_cache import workspace_settings
 from remat.errors import RematError, UsageError
 from remat.evaluation.alternative import in_two_lines
@@ -168,11 +169,8 @@ def _key(trainer: Any, workload: Workload, asked: dict[str, Any]) -> str:
         "model": [f"{type(m).__module__}.{type(m).__qualname__}" for m in trainer.model.modules()],
         "state": state_of(trainer.model),
         "parameters": [(n, list(p.shape), str(p.dtype), p.requires_grad) for n, p in trainer.model.named_parameters()],
-        "batch": tree_map_only(
-            torch.Tensor,
-            lambda t: f"{t.dtype} {tuple(t.shape)}",
-            workload.batch(workload.batch_size, workload.seq_len),
-        ),
+        "batch": tree_map_only(torch.Tensor, _described, workload.batch(workload.batch_size, workload.seq_len)),
+        "loop": dataclasses.asdict(loop_of(trainer)),  # its ranks are no arguments
         "loss": _source(type(trainer).compute_loss) + _source(trainer.compute_loss_func),
         "around": described(trainer),
         "optimizer": _optimizer(workload),
@@ -180,6 +178,11 @@ def _key(trainer: Any, workload: Workload, asked: dict[str, Any]) -> str:
         "args": args,
     }
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=repr).encode()).hexdigest()[:12]
+
+
+def _described(tensor: torch.Tensor) -> str:
+    is_padding = not tensor.is_floating_point() and not all_ones(tensor)  # if it is a mask
+    return f"{tensor.dtype} {tuple(tensor.shape)} {is_padding}"
 
 
 def _optimizer(workload: Workload) -> list[Any]:
