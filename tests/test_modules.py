@@ -188,6 +188,28 @@ def test_a_second_backward_of_one_forward_recomputes_again(graphs: Any) -> None:
     assert same([p.grad for p in model.parameters()], [p.grad for p in untouched.parameters()])
 
 
+@pytest.mark.parametrize("frozen_in", ["forward", "backward"])
+@pytest.mark.parametrize("execution", ["modules", "eager"])
+def test_layers_that_are_frozen_in_one_pass_alone_give_the_same_gradients(
+    execution: str, frozen_in: str, graphs: Any
+) -> None:
+    """As the critic of a generator's loss, which its step unfreezes before backward."""
+    graph = graphs["transformer"][1]
+    made = plan_of(graph) if execution == "modules" else plan_by_hand(graph, every_block(graph))
+    found = []
+    for model in (built(TRANSFORMER), apply(built(TRANSFORMER), made)):
+        torch.manual_seed(1)
+        model.layers.requires_grad_(frozen_in != "forward")
+        loss = model(*TRANSFORMER.batch(2, LENGTH))
+        model.layers.requires_grad_(frozen_in == "forward")
+        loss.backward()
+        assert all(p.requires_grad is (frozen_in == "forward") for p in model.layers.parameters())  # type: ignore[union-attr]
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    assert same(found[0].values(), found[1].values())
+    assert counts_of(model).regions == len(made.regions)
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_trains_its_own_parameters_with_the_plan(copied: Any, graphs: Any) -> None:
     model = apply(built(CONVNET), plan_of(graphs["convnet"][1]))

@@ -8,7 +8,8 @@ before it is recomputed, and freed after it.
 Rule 1  A region's recomputation draws the random numbers of its forward, and leaves the generators as it found them.
 Rule 2  Running statistics and counters of batch normalisation change in forward only; the recomputation works on
         copies, because autograd saves them.
-Rule 3  Every region is entered exactly once in a training forward. Otherwise the plan is not this model's.
+Rule 3  A recomputation finds every parameter frozen, or not, as its forward did (the critic of a generator's loss).
+Rule 4  Every region is entered exactly once in a training forward. Otherwise the plan is not this model's.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class ModuleRegions:
                     region.module.forward = region.replaced
 
     def require_all_entered(self) -> None:
-        """Raise unless the forward that has just ended entered every region once. (Rule 3)"""
+        """Raise unless the forward that has just ended entered every region once. (Rule 4)"""
         for region in self.installed:
             if (count := self.entered[region.path]) != 1:
                 raise PlanMismatch(
@@ -191,6 +192,7 @@ class _ModuleRecomputation:
     def __init__(self, region: ModuleRegion, states: dict[Source, Any]):
         self._region = region
         self._states = states
+        self._trainable = [(parameter, parameter.requires_grad) for parameter in region.module.parameters()]
         self._stack = contextlib.ExitStack()
         self.recomputed: Recomputed | None = None  # compares it with forward in a first step
 
@@ -206,6 +208,7 @@ class _ModuleRecomputation:
         self._stack.enter_context(self._settings.restored())
         self._stack.enter_context(regions.recompute_context())
         self._stack.enter_context(_drawing_from(self._states))
+        self._stack.enter_context(_trainable_as(self._trainable))
         for norm in self._region.norms:
             self._stack.enter_context(_on_copies(norm))
 
@@ -282,6 +285,22 @@ def _keeping_state(norm: nn.Module, forward: Callable[..., Any]) -> Callable[...
             state.update(kept)
 
     return run
+
+
+# Frozen parameters (Rule 3)
+
+
+@contextlib.contextmanager
+def _trainable_as(forward: Sequence[tuple[nn.Parameter, bool]]) -> Iterator[None]:
+    """Let parameters require gradients as in forward, and restore them afterwards."""
+    changed = [parameter for parameter, was in forward if parameter.requires_grad != was]
+    for parameter in changed:
+        parameter.requires_grad_(not parameter.requires_grad)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)
 
 
 # A model with such a plan
