@@ -7,6 +7,7 @@ The oracle is the untouched model. Sums are held to float64.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -48,7 +49,7 @@ from remat.planning.study import Study
 from remat.recording.fake_step import FakeStep
 from remat.recording.record import record
 from remat.solvers.least_peak import least_peak
-from remat.validation.sums import NEAR
+from remat.validation.sums import NEAR, SumsSeen
 from remat.validation.validating import validate
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
@@ -431,6 +432,35 @@ def test_sums_are_as_near_to_float64_as_the_untouched_ones(
     # In bfloat16 the untouched sum is rounded once, at its end, and each slice's too.
     floor = torch.finfo(dtype).eps * float(truth.weight.norm())
     assert distance(sums.weight, truth.weight) <= max(NEAR * distance(leaf_weight.grad, truth.weight), floor)
+
+
+@pytest.mark.parametrize("factors", [(1 / 128, 1.0), (1.0, 1 / 128), (1.0, 0.0)], ids=str)
+@pytest.mark.parametrize("apart", [False, True], ids=["one-backward", "first-in-first-out"])
+def test_a_head_that_runs_twice_may_be_as_far_as_both_of_its_sums(factors: tuple[float, float], apart: bool) -> None:
+    """Rows and their opposites: the sums nearly cancel, so that their rounding is more than the dtype's own."""
+    torch.manual_seed(0)
+    model, head = nn.Linear(16, 130, bias=False), loss_of(4, "mean")
+    seen = SumsSeen(model, contextlib.nullcontext)
+    runs = []
+    for _ in factors:
+        half, labels = 1e-3 * torch.randn(256, 16), torch.randint(130, (256,))
+        runs.append((torch.cat([half, -half]), labels.repeat(2)))
+    gradients = []
+    for each in (head.whole(), head):
+        if each is head:
+            seen.watch(head.watch)
+        losses = [
+            factor * each(x, model.weight, None, labels) for factor, (x, labels) in zip(factors, runs, strict=True)
+        ]
+        for loss in losses if apart else [torch.stack(losses).sum()]:
+            loss.backward()
+        assert model.weight.grad is not None
+        gradients.append(model.weight.grad.clone())
+        model.weight.grad.zero_()
+    assert not torch.equal(*gradients)
+    assert seen.too_far(["weight"], gradients[:1], gradients[1:]) == []
+    gradients[1] *= 1.01
+    assert seen.too_far(["weight"], gradients[:1], gradients[1:]) == ["weight"]
 
 
 def loss_of(slices: int, reduction: str) -> ChunkedLoss:

@@ -61,8 +61,8 @@ class Watch:
     known    context of a part of a forward; equal arguments mean the same work on tensors of the same shapes; yields
              whether it need not run for that reason
     behind_slice  called in forward behind every slice but the last, with the number of slices so far
-    on_sums  called in forward with a head, its inputs and its sums
-    on_backward  called with a head and the gradient of its loss
+    on_sums  called in forward with a head, its inputs and its sums; what it returns is called in backward, with the
+             gradient of that loss
     on_rows  called in backward with chunked rows, their inputs (rows, and those beside them), the gradient of the
              result, the sums (gradients of the inputs beside, or None), and the modes of the forward
     """
@@ -70,8 +70,7 @@ class Watch:
     unseen: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     known: Callable[[Hashable], contextlib.AbstractContextManager[bool]] = _anew
     behind_slice: Callable[[int], None] | None = None
-    on_sums: Callable[[ChunkedLoss, HeadInputs, Sums], None] | None = None
-    on_backward: Callable[[ChunkedLoss, Tensor], None] | None = None
+    on_sums: Callable[[ChunkedLoss, HeadInputs, Sums], Callable[[Tensor], None] | None] | None = None
     on_rows: OnRows | None = None
 
 
@@ -262,8 +261,8 @@ class _GradientsInForward(Function):
         given = HeadInputs(rows, weight.detach(), None if bias is None else bias.detach(), labels, constants, numbers)
         with head.watch.unseen():
             losses, of_rows, sums = head.run(given, ctx.needs_input_grad[1:4])
-            if head.watch.on_sums is not None:
-                head.watch.on_sums(head, given, sums)
+            on_sums = head.watch.on_sums
+            ctx.on_backward = None if on_sums is None else on_sums(head, given, sums)
             ctx.gradients = [of_rows, sums.weight, sums.bias]
             ctx.dtypes, ctx.head = (weight.dtype, None if bias is None else bias.dtype), head
             return head.reduced(losses, labels, numbers)
@@ -278,11 +277,10 @@ class _GradientsInForward(Function):
         if ctx.gradients is None:
             raise RematError("backward went through a chunked loss twice; give retain_graph=True to the first.")
         kept = keeps_graph()
-        watch = ctx.head.watch
-        with watch.unseen():
+        with ctx.head.watch.unseen():
             ctx.head.tell_of_rounding(gradient)
-            if watch.on_backward is not None:
-                watch.on_backward(ctx.head, gradient)
+            if ctx.on_backward is not None:
+                ctx.on_backward(gradient)
             of_rows, of_weight, of_bias = (_times(found, gradient, in_place=not kept) for found in ctx.gradients)
             if not kept:
                 ctx.gradients = None

@@ -44,12 +44,14 @@ class _Distances:
     at_once: float
     norm: float
     numbers: int
-    factor: float = 1.0
 
     @property
     def ratio(self) -> float:
         floor = EXACT * self.norm
         return max(self.in_slices, floor) / max(self.at_once, floor) if self.norm else 1.0
+
+    def times(self, factor: float) -> _Distances:
+        return _Distances(self.in_slices * factor, self.at_once * factor, self.norm * factor, self.numbers)
 
     def plus(self, other: _Distances) -> _Distances:
         """Return upper bounds for the sum of this gradient and another of the same weight."""
@@ -71,10 +73,9 @@ class SumsSeen:
         self._unseen = unseen
         self._names = {_key(p): name for name, p in model.named_parameters()}
         self._found: dict[str, _Distances] = {}
-        self._of_head: dict[int, list[str]] = {}
 
     def watch(self, watch: Watch) -> None:
-        watch.on_sums, watch.on_backward, watch.on_rows = self._compare, self._note_factor, self._compare_rows
+        watch.on_sums, watch.on_rows = self._compare, self._compare_rows
 
     def _compare_rows(
         self,
@@ -105,27 +106,26 @@ class SumsSeen:
             distances = before.plus(distances)
         self._found[name] = distances
 
-    def _compare(self, head: ChunkedLoss, given: HeadInputs, sums: Sums) -> None:
-        """Compute the distances of `sums` from the head's inputs."""
+    def _compare(self, head: ChunkedLoss, given: HeadInputs, sums: Sums) -> Callable[[Tensor], None]:
+        """Compute the distances of `sums` from the head's inputs; backward scales them by the gradient of the loss."""
         wanted = False, sums.weight is not None, sums.bias is not None
         with torch.no_grad():
             _, _, at_once = head.whole().run(given, wanted)
             with torch.autocast(given.rows.device.type, enabled=False):
                 _, _, exact = head.in_float64().run(_in_float64(head, given), wanted)
-        names = []
+        compared: dict[str, _Distances] = {}
         for weight, found, whole, truth in (
             (given.weight, sums.weight, at_once.weight, exact.weight),
             (given.bias, sums.bias, at_once.bias, exact.bias),
         ):
-            if weight is None or found is None or whole is None or truth is None:
-                continue
-            names.append(self._names[_key(weight)])
-            self._found[names[-1]] = _distances(found, whole, truth)
-        self._of_head[id(head)] = names
+            if weight is not None and found is not None and whole is not None and truth is not None:
+                compared[self._names[_key(weight)]] = _distances(found, whole, truth)
 
-    def _note_factor(self, head: ChunkedLoss, gradient: Tensor) -> None:
-        for name in self._of_head.get(id(head), ()):
-            self._found[name].factor = abs(float(gradient))
+        def note(gradient: Tensor) -> None:
+            for name, distances in compared.items():
+                self._note(name, distances.times(abs(float(gradient))))
+
+        return note
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -166,7 +166,7 @@ def _as_product_takes(run: ChunkedRows, i: int, value: Tensor) -> Tensor:
 def _allowed(found: _Distances, gradient: Tensor) -> float:
     """Return the distance allowed by the triangle inequality and two roundings to the dtype."""
     rounding = 2 * torch.finfo(gradient.dtype).eps * float(gradient.double().norm())
-    return found.factor * (found.in_slices + found.at_once) + rounding
+    return found.in_slices + found.at_once + rounding
 
 
 def _apart(one: Tensor, other: Tensor) -> float:

@@ -148,7 +148,7 @@ class PlannedGraphs(PlannedForward):
     ) -> Counts:
         watch = self.chunk_watch
         watch.unseen = recompute_context or contextlib.nullcontext
-        watch.on_sums = watch.on_backward = watch.on_rows = self.group_watch.on_run = None
+        watch.on_sums = watch.on_rows = self.group_watch.on_run = None
         self.calls = self._rewritten(observe=observe, recompute_context=recompute_context)
         return self.calls.counts
 
