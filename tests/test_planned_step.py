@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import pickle
 import weakref
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,17 @@ def test_rows_that_are_selected_before_the_loss_are_no_other_kernels() -> None:
     assert chunks_of(made.about)
     report = validate(workload, made, repeats=1)
     assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda planned: pickle.loads(pickle.dumps(planned))])
+def test_a_copy_of_a_planned_step_trains_the_model_that_it_is_given(copied: Any) -> None:
+    graph = graph_of(PLANNED)
+    planned_step = remat.planned_step(step, plan_by_hand(graph, every_block(graph)))
+    torch.manual_seed(0)
+    model, given = Language().train(), batch(SAMPLES, LENGTH)
+    assert planned_step(model, given).requires_grad
+    copied(planned_step)(model, given).backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.exhaustive

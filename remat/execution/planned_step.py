@@ -82,3 +82,7 @@ class PlannedStep:
         if id(model) not in self._known:
             self._known[id(model)] = apply(StepModule(model, self.step), self.plan, **self._options)
         return self._known[id(model)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Give copies no models: a copy would know copies of them, by ids of these."""
+        return {**self.__dict__, "_known": {}}
