@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sympy
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import remat
@@ -40,6 +42,7 @@ from remat.fusion.formed import formed
 from remat.fusion.fuse import as_group, fuse, fused_groups
 from remat.fusion.fused_group import GroupRun
 from remat.fusion.groups import find_groups
+from remat.fusion.open_sizes import Sizes, opened
 from remat.fusion.sums import FEW, sum_in_stages
 from remat.fusion.zeros import without
 from remat.planning.planner import plan
@@ -740,6 +743,20 @@ def test_where_no_kernel_can_be_compiled_the_group_runs_all_the_same_with_one_wa
         "a fused group cannot be compiled here and runs operator by operator, slower than planned "
         "(RuntimeError: no compiler)."
     ]
+
+
+def test_a_kernel_is_for_the_device_of_its_inputs() -> None:
+    """Two cards share none: its code holds the number of the device."""
+    rows = Sizes((sympy.Symbol("s"), sympy.Integer(8)), (sympy.Integer(8), sympy.Integer(1)))
+    known = set()
+    for device in (torch.device("cuda", 0), torch.device("cuda", 1)):
+        with FakeTensorMode():
+            x = torch.empty(4, 8, device=device)
+            assert kernels.empty(kernels.layout_of(x)).device == device
+        found = opened((rows,), (x,))
+        assert found is not None
+        known |= {fused_group._described(x), found.kinds}
+    assert len(known) == 4
 
 
 def test_gradients_that_are_far_or_no_numbers_fail() -> None:

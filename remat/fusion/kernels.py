@@ -34,7 +34,7 @@ from remat.errors import RematError
 from remat.fusion.generated_code import without_kernels
 from remat.warn import warn
 
-Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, str]  # shape, stride, dtype, type of the device
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, str]  # shape, stride, dtype, device
 
 _KERNELS: dict[str, Kernel] = {}
 _is_interpreted = False
@@ -56,7 +56,7 @@ def are_interpreted() -> bool:
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device.type
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, str(tensor.device)
 
 
 def empty(layout: Layout) -> Tensor:

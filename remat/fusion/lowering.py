@@ -27,7 +27,7 @@ from remat._torch.symbols import holds
 from remat._torch.training import without_modes
 from remat.capture.schemas import calls_view
 from remat.errors import RematError
-from remat.fusion.kernels import Kernel, Layout, empty
+from remat.fusion.kernels import Kernel, Layout, empty, layout_of
 from remat.fusion.open_sizes import OpenInputs, SizeNodes, concrete, is_size, number_of
 from remat.fusion.sums import sum_in_stages
 from remat.fusion.zeros import without
@@ -170,9 +170,8 @@ def lower(
             placeholders = _tensors_taken(backward)
             assert len(placeholders) == len(_outputs(forward)) - count + len(tangents), "backward takes what is kept"
             _keep_bases(forward, backward, count)
-            layouts = tuple((tuple(t.shape), tuple(t.stride()), t.dtype, t.device.type) for t in tangents)
             _merge_twins(forward, may_share)
-            return Lowered(_part(forward), backward, count, differentiable, layouts)
+            return Lowered(_part(forward), backward, count, differentiable, tuple(map(layout_of, tangents)))
         except Exception as error:
             raise RematError(f"a group cannot be lowered: {type(error).__name__}: {error}") from error
 
@@ -209,8 +208,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _like(tensor: Tensor) -> Tensor:
-    shape, stride, dtype, device = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device.type
-    return empty((shape, stride, dtype, device)).requires_grad_(tensor.requires_grad)
+    return empty(layout_of(tensor)).requires_grad_(tensor.requires_grad)
 
 
 def _outputs(graph_module: fx.GraphModule) -> list[Any]:

@@ -78,7 +78,7 @@ class TensorKind(NamedTuple):
 class OpenInputs:
     """The inputs of a group, some of their sizes open.
 
-    kinds   of each tensor its sizes, dtype, device type, and whether it has a gradient; of other inputs their numbers
+    kinds   of each tensor its sizes, dtype, device, and whether it has a gradient; of other inputs their numbers
     values  of the symbols, in order
     """
 
@@ -148,7 +148,7 @@ def opened(inputs: Sequence[InputSizes], given: Sequence[Any]) -> OpenInputs | N
         stride = rewritten(each.stride, value.stride()) or rewritten(_dense(shape, value), value.stride())  # Rule 2
         if stride is None:
             return None
-        kinds.append(TensorKind(Sizes(shape, stride), value.dtype, value.device.type, value.requires_grad))
+        kinds.append(TensorKind(Sizes(shape, stride), value.dtype, str(value.device), value.requires_grad))
     return OpenInputs(tuple(kinds), values)
 
 
