@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -727,8 +728,17 @@ def test_an_unknown_name_is_refused_without_waiting_for_a_network(monkeypatch: p
     monkeypatch.setattr(workloads, "hub_answers", lambda: False)
     with pytest.raises(UsageError, match=r"did you mean gpt2 .*no OWNER/NAME of the Hugging Face hub"):
         workloads.find("gpt-2")
-    with pytest.raises(UsageError, match="the hub cannot be reached, and the model is not in its local cache"):
+    with pytest.raises(UsageError, match="hub, which cannot be reached, nor from its local cache: OSError"):
         workloads.find("nobody/nothing")
+
+
+def test_a_cached_model_that_cannot_be_read_without_a_network_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    why = ValueError("its type is `newer`, which transformers does not know")
+    monkeypatch.setattr(workloads, "hub_answers", lambda: False)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", mock.Mock(side_effect=why))
+    with pytest.raises(UsageError, match="nor from its local cache: ValueError: its type is `newer`"):
+        workloads.find("nobody/newer")
 
 
 # The command itself

@@ -307,8 +307,8 @@ def from_hub(model: str) -> Workload:
     try:
         config = library.AutoConfig.from_pretrained(model, trust_remote_code=False, local_files_only=not reachable)
     except Exception as error:  # as above
-        why = describe(error) if reachable else "the hub cannot be reached, and the model is not in its local cache"
-        raise UsageError(f"{unknown}, and not available from the Hugging Face hub: {why}.") from error
+        nor = "" if reachable else ", which cannot be reached, nor from its local cache"
+        raise UsageError(f"{unknown}, and not available from the Hugging Face hub{nor}: {describe(error)}") from error
     return text_workload_of(model.rpartition("/")[2], config)
 
 
