@@ -642,6 +642,21 @@ def test_nodes_that_draw_or_count_are_found_in_the_graph_at_hand() -> None:
     assert isinstance(region, CallRegion) and len(region.once) == 3 and len(region.random) == 1
 
 
+def test_whether_a_graph_is_planned_is_a_question_that_is_not_refused() -> None:
+    """A node that drew random numbers is missing, which the regions need, and its graph is the planned one."""
+    graph = spelled("as-it-is")[1]
+    plan, found = (
+        plan_by_hand(graph, CHOICES["half-saved"](graph)),
+        captured(SPELLED["all"]().train(), *toys.tokens(4, toys.LENGTH)),
+    )
+    lost = Placer(plan).fit(0, found).to.index(-1)  # type: ignore[union-attr]
+    drew = dataclasses.replace(plan.regions[0], random=(dataclasses.replace(plan.regions[0].first, ordinal=lost),))
+    placer = Placer(dataclasses.replace(plan, regions=(drew, *plan.regions[1:])))
+    with pytest.raises(PlanMismatch, match="a node that drew random numbers when planned is not in this graph"):
+        placer.regions(0, found)
+    assert placer.fits_some(found)
+
+
 # What a person is told
 
 

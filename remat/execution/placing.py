@@ -57,15 +57,7 @@ class Placer:
 
     def fits_some(self, graph_module: fx.GraphModule) -> bool:
         """Return whether `graph_module` is the graph of any graph call of the plan."""
-        return bool(self.every(graph_module))
-
-    def every(self, graph_module: fx.GraphModule) -> dict[int, tuple[CallRegion, ...]]:
-        """Return the regions of every graph call of the plan that has the graph `graph_module`."""
-        return {
-            call: self.regions(call, graph_module)
-            for call in range(self.call_count)
-            if isinstance(self.fit(call, graph_module), Fit)
-        }
+        return any(isinstance(self.fit(call, graph_module), Fit) for call in range(self.call_count))
 
     def regions(self, call: int, graph_module: fx.GraphModule) -> tuple[CallRegion, ...]:
         """Return the regions of graph call `call` in `graph_module`. Raises PlanMismatch if it is another graph."""
