@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from remat.costing.costs import Costs, estimated_costs
+from remat.costing.costs import estimated_costs
 from remat.costing.host_memory import free_host_bytes
 from remat.costing.planning_device import PlanningDevice
 from remat.errors import PlanMismatch, UsageError
@@ -45,10 +46,13 @@ class RecordedStep:
     offloads: tuple[Offload, ...]
     how: Execution
 
-    def memory(self, costs: Costs | None = None) -> Memory:
-        """Return the evaluator of the planned step, with the workspaces of `costs`."""
-        workspaces = None if costs is None else costs.workspace_per_op(self.graph)
-        return Memory(self.graph, workspaces).offloading(self.offloads)
+
+class Load(NamedTuple):
+    """How many times too large a step is, and why; one that is only slow is possible."""
+
+    factor: float
+    why: str
+    is_slow: bool = False
 
 
 class TriedSizes:
@@ -75,31 +79,33 @@ class TriedSizes:
             self._known[batch_size] = RecordedStep(workload, step, graph, refs, regions, offloads, self._how)
         return self._known[batch_size]
 
-    def planned_load(self, recorded: RecordedStep) -> tuple[float, str]:
-        """Return the factor by which the planned step is too large, in memory or in time, and the reason."""
+    def planned_load(self, recorded: RecordedStep) -> Load:
+        """Return the load of the planned step, in memory or in time."""
         graph, regions = recorded.graph, recorded.regions
-        load, why = self._memory_load(graph, recorded.memory().curve(regions).peak_bytes, "the planned step")
+        peak_bytes = Memory(graph).offloading(recorded.offloads).curve(regions).peak_bytes
+        load = self._memory_load(graph, peak_bytes, "the planned step")
         costs = estimated_costs(graph, self._place.target)
         seconds = costs.step_time_us(graph) + Memory(graph).recompute_time_us(regions, costs.per_op_us(graph))
         seconds /= 1e6
-        if self._place.target.device == "cpu" and seconds / BEARABLE_S > load:
-            return seconds / BEARABLE_S, f"a step is estimated to take {seconds:.0f} s, more than {BEARABLE_S:.0f} s"
-        return load, why
+        if self._place.target.device == "cpu" and seconds / BEARABLE_S > load.factor:
+            why = f"a step is estimated to take {seconds:.0f} s, more than {BEARABLE_S:.0f} s"
+            return Load(seconds / BEARABLE_S, why, is_slow=True)
+        return load
 
-    def untouched_load(self, recorded: RecordedStep) -> tuple[float, str]:
+    def untouched_load(self, recorded: RecordedStep) -> Load:
         graph, target = recorded.graph, self._place.target
         graph = with_untraced(graph, recorded.step, estimated_costs(graph, target), target)
         return self._memory_load(graph, Memory(graph).peak_without_checkpointing, "the step without the plan")
 
-    def _memory_load(self, graph: Graph, peak_bytes: int, what: str) -> tuple[float, str]:
+    def _memory_load(self, graph: Graph, peak_bytes: int, what: str) -> Load:
         fixed = min(graph.fixed_total, peak_bytes)
         state = sum(graph.fixed_bytes.get(name, 0) for name in ("parameters", "buffers"))
         copies = 2 * state if self._place.target.device == "cpu" else 0  # from which steps begin again
         free = self._free_bytes - copies
         text = f"{what} needs {gib(peak_bytes)}, and {gib(max(free, 0))} may be used"
         if peak_bytes <= free:
-            return peak_bytes / free, text
-        return max((peak_bytes - fixed) / (free - fixed) if free > fixed else math.inf, 1.01), text
+            return Load(peak_bytes / free, text)
+        return Load(max((peak_bytes - fixed) / (free - fixed) if free > fixed else math.inf, 1.01), text)
 
     def _shorten(self, why: str) -> bool:
         """Halve the sequence, if there is one."""
@@ -111,15 +117,15 @@ class TriedSizes:
         self._known.clear()
         return True
 
-    def largest(self, load_of: Callable[[RecordedStep], tuple[float, str]], at_most: int | None = None) -> RecordedStep:
+    def largest(self, load_of: Callable[[RecordedStep], Load], at_most: int | None = None) -> RecordedStep:
         """Return the step at the largest batch size, halved from `at_most`, whose load is at most 1."""
         size = wanted = at_most or self._workload.batch_size
         while True:
             recorded = self.at(size)
-            load, why = load_of(recorded)
+            load, why, is_slow = load_of(recorded)
             if load <= 1:
                 return recorded
-            if size == 1 and "estimated" in why:  # slow, but possible
+            if size == 1 and is_slow:
                 if self._shorten(why):
                     continue
                 return recorded
