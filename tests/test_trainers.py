@@ -367,7 +367,7 @@ def test_a_batch_has_padding_where_batches_of_rows_of_several_lengths_have(tmp_p
             for name in ("input_ids", "labels", "attention_mask")
         }
 
-    def mask_of(data: list[dict[str, Any]], size: int = 4) -> torch.Tensor:
+    def mask_of(data: list[dict[str, Any]], size: int = 4, collate: Any = collate) -> torch.Tensor:
         made = trainer(tmp_path, data=data, collate=collate, per_device_train_batch_size=size)
         workload = workload_of(made)
         return workload.batch(workload.batch_size, workload.seq_len)["inputs"]["attention_mask"]
@@ -376,6 +376,8 @@ def test_a_batch_has_padding_where_batches_of_rows_of_several_lengths_have(tmp_p
     assert mask_of(rows(40)).all()
     assert mask_of(several, size=1).all()
     assert (mask_of(several) == 0).sum() == 1 and mask_of(several).shape == (4, LENGTH)
+    with pytest.warns(UserWarning, match="no batch of the longest and the shortest row"):
+        assert mask_of(several, collate=None).all()
 
 
 def collate_packed(rows: list[list[dict[str, Any]]]) -> dict[str, torch.Tensor]:

@@ -54,6 +54,7 @@ from remat.integrations.one_process import one_process
 from remat.integrations.settings import outputs_in_fp32
 from remat.integrations.text_rows import hold_text, longest_first
 from remat.integrations.widest_rows import length_of, longest_of_all, widest_first
+from remat.warn import warn
 from remat.workload.optimizers import MakeOptimizer
 from remat.workload.reference import call_reference
 from remat.workload.training_loop import TrainingLoop
@@ -284,7 +285,13 @@ class _Rows:
             return frozenset()
         try:
             inputs = dict(self._collate([copy.copy(rows[0]), copy.copy(rows[-1])]))
-        except Exception:  # any error of a collator that does not pad
+        except Exception as error:  # any error of a collator that does not pad
+            from remat.recording.remedies import describe
+
+            warn(
+                "the collator makes no batch of the longest and the shortest row, so the plan is for batches without "
+                f"padding ({describe(error)})."
+            )
             return frozenset()
         return frozenset(name for name, value in inputs.items() if _is_mask(name, value) and not _is_ones(value))
 
