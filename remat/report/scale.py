@@ -40,9 +40,9 @@ class Scale:
         """Return the place of `value` in parts of `SIDE`."""
         return round(self.percent(value) * SIDE / 100)
 
-    def ticks(self, unit: float, suffix: str, about: int = 5) -> tuple[Tick, ...]:
-        """Return round multiples of `unit`, about `about` of them."""
-        step = nice_step((self.most - self.least) / unit, about)
+    def ticks(self, unit: float, suffix: str) -> tuple[Tick, ...]:
+        """Return round multiples of `unit`, about five of them."""
+        step = nice_step((self.most - self.least) / unit, 5)
         first = math.ceil(self.least / unit / step - 1e-9)
         last = math.floor(self.most / unit / step + 1e-9)
         digits = max(0, -math.floor(math.log10(step) + 1e-9)) + (step * 10 % 1 > 1e-9 and step >= 0.1)

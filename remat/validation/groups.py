@@ -27,7 +27,7 @@ from torch import Tensor, fx
 from remat.capture.nodes import called
 from remat.evaluation.identity import canonical
 from remat.fusion.fused_group import FusedGroup, GroupRun
-from remat.validation.sums import most_ratio
+from remat.validation.sums import apart, most_ratio
 
 _LAST_PLACE = 0.25
 _FAR = {False: 1e-2, True: 0.5}  # of a gradient's norm: rounding stays well below, a wrong gradient seldom does
@@ -44,8 +44,8 @@ class _GroupDistances:
     numbers: int = 0
 
     def add(self, fused: Tensor, plain: Tensor, exact: Tensor) -> None:
-        self.fused += _apart(fused, exact) ** 2
-        self.one_by_one += _apart(plain, exact) ** 2
+        self.fused += apart(fused, exact) ** 2
+        self.one_by_one += apart(plain, exact) ** 2
         self.stored += (_LAST_PLACE * torch.finfo(fused.dtype).eps * float(exact.norm())) ** 2
         self.numbers += fused.numel()
 
@@ -107,7 +107,7 @@ def far_from(
     for name, one, other, norm in zip(names, untouched, fused, norms, strict=True):
         if one is None or other is None:
             found += [name] * (one is not other)
-        elif not _apart(one, other) <= _FAR[narrow] * max(norm, floor):
+        elif not apart(one, other) <= _FAR[narrow] * max(norm, floor):
             found.append(name)
     return found
 
@@ -147,7 +147,3 @@ def _run(module: Callable[..., Any], given: Sequence[Any], gradients: Sequence[T
         wanted = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
         found = torch.autograd.grad(differentiable, wanted, gradients, allow_unused=True)
     return [*(result.detach() for result in results), *(gradient for gradient in found if gradient is not None)]
-
-
-def _apart(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).norm())

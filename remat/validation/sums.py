@@ -143,7 +143,7 @@ class SumsSeen:
         for name, one, other in zip(names, untouched, planned, strict=True):
             if (found := self._found.get(name)) is None or name in broken:
                 continue
-            if one is None or other is None or _apart(one, other) > _allowed(found, one):
+            if one is None or other is None or apart(one, other) > _allowed(found, one):
                 broken.append(name)
         return broken
 
@@ -155,7 +155,7 @@ def _in_float64(head: ChunkedLoss, given: HeadInputs) -> HeadInputs:
 
 
 def _distances(found: Tensor, whole: Tensor, truth: Tensor) -> _Distances:
-    return _Distances(_apart(found, truth), _apart(whole, truth), float(truth.norm()), truth.numel())
+    return _Distances(apart(found, truth), apart(whole, truth), float(truth.norm()), truth.numel())
 
 
 def _as_product_takes(run: ChunkedRows, i: int, value: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ def _allowed(found: _Distances, gradient: Tensor) -> float:
     return found.in_slices + found.at_once + rounding
 
 
-def _apart(one: Tensor, other: Tensor) -> float:
+def apart(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).norm())
 
 

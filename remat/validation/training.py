@@ -27,6 +27,7 @@ from remat.capture.settling import EARLY_BY_TRACES
 from remat.costing.device_allocator import Measurement, allocation_events, measure_peak, measure_step, time_once_us
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, remove
+from remat.execution.second_step import CudaCounter
 from remat.host.weights import bring_weights_back, offload_weights, weights_on_host
 from remat.recording.fake_step import autocast_context
 from remat.recording.finish import Finish
@@ -335,24 +336,18 @@ def release_libraries(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
-    before = _requested_bytes(device)
+    counter = CudaCounter(device)
+    before = counter.current_bytes()
     clear_cublas_workspaces()
-    return before - _requested_bytes(device)
+    return before - counter.current_bytes()
 
 
-def _requested_bytes(device: torch.device) -> int:
-    stats = torch.cuda.memory_stats(device)
-    return int(stats.get("requested_bytes.all.current", 0) or stats.get("allocated_bytes.all.current", 0))
-
-
-def alive_over_step(
-    workload: Workload, plan: Plan | None, about: dict[str, Any], seed: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
+def alive_over_step(workload: Workload, plan: Plan | None, about: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Measure (microseconds, bytes alive) over one steady step on the CPU, under `plan` if there is one."""
     device = torch.device("cpu")
     with undisturbed(device):
         loop, early = TrainingLoop.of(about), about.get("early_forwards", 0)
-        training = Training(workload, device, seed, loop, early)
+        training = Training(workload, device, 0, loop, early)
         training.begin_again()
         if plan is not None:
             training.apply(plan)

@@ -52,6 +52,7 @@ from remat.execution import executions
 from remat.execution.apply import planned_forward, remove
 from remat.execution.base import Execution
 from remat.execution.eager.region_tape import Counts
+from remat.execution.first_step import NOISE
 from remat.execution.modules.regions import ModuleCounts
 from remat.units import first_few, gib
 from remat.validation.groups import GroupsSeen, far_from
@@ -64,7 +65,6 @@ from remat.validation.training import Training, on_host, undisturbed
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload, require_workload
 
-NOISE = 4.0  # Rule 5
 OF_NUMPY = "wrapped_"  # with which Dynamo's names of NumPy's functions begin
 
 

@@ -97,11 +97,7 @@ def _saved(comparison: Comparison, folder: Path, source: Source, limit: Budget) 
     for row in comparison.rows:
         if row.fits and row.plan is not None:
             path = folder / f"{file_name(comparison.about['workload'])}.{row.strategy}.plan.json"
-            about = {
-                **about_with(source.spec, row.plan.about, path),
-                "headroom_bytes": limit.given_bytes - limit.limit_bytes,
-            }
-            dataclasses.replace(row.plan, about=about).save(path)
+            dataclasses.replace(row.plan, about=about_with(source.spec, row.plan.about, path, limit)).save(path)
             files[row.strategy] = str(path)
     return files
 

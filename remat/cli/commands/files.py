@@ -11,6 +11,7 @@ from remat.errors import UsageError
 
 if TYPE_CHECKING:
     from remat.cli.model_spec import ModelSpec
+    from remat.planning.budget import Budget
 
 SPEC = "model_spec"  # key of a plan's or profile's `about`: how to make its workload again
 
@@ -34,10 +35,16 @@ def file_name(workload: str) -> str:
     return re.sub(r"[^\w.-]+", "-", workload).strip("-.") or "model"
 
 
-def about_with(spec: ModelSpec | None, about: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Add to `about` the spec that makes the workload again from a file at `path`."""
-    others = {name: value for name, value in about.items() if name != SPEC}
-    return others if spec is None else {**others, SPEC: spec.to_json(path.absolute().parent)}
+def about_with(
+    spec: ModelSpec | None, about: dict[str, Any], path: Path, limit: Budget | None = None
+) -> dict[str, Any]:
+    """Add to `about` the spec that makes the workload again from a file at `path`, and the headroom of `limit`."""
+    found = {name: value for name, value in about.items() if name != SPEC}
+    if spec is not None:
+        found[SPEC] = spec.to_json(path.absolute().parent)
+    if limit is not None:
+        found["headroom_bytes"] = limit.given_bytes - limit.limit_bytes
+    return found
 
 
 def spec_in(about: dict[str, Any], path: Path) -> ModelSpec | None:

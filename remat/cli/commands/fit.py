@@ -91,8 +91,7 @@ def _save(plan: Plan, source: Source, limit: Budget, out: Path | None) -> Path:
     assert source.spec is not None
     path = out or Path(f"{file_name(plan.about['workload'])}.plan.json")
     spec = source.spec.changed(batch_size=plan.about["batch_size"], seq_len=plan.about["seq_len"])
-    about = {**about_with(spec, plan.about, path), "headroom_bytes": limit.given_bytes - limit.limit_bytes}
-    dataclasses.replace(plan, about=about).save(path)
+    dataclasses.replace(plan, about=about_with(spec, plan.about, path, limit)).save(path)
     return path
 
 

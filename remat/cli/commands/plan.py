@@ -80,8 +80,7 @@ def plan(
     limit = study.budget
     assert limit is not None
     path = out or Path(f"{file_name(made.about['workload'])}.plan.json")
-    about = {**about_with(found.spec, made.about, path), "headroom_bytes": limit.given_bytes - limit.limit_bytes}
-    made = dataclasses.replace(made, about=about)
+    made = dataclasses.replace(made, about=about_with(found.spec, made.about, path, limit))
     made.save(path)
     return _answer(made, path, replayed=study.step is not None, lengths=shorter)
 

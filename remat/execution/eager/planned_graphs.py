@@ -121,10 +121,9 @@ class PlannedGraphs(PlannedForward):
             each.reports.made = self.reports.made
 
     def _rewritten(self, **options: Any) -> RewrittenCalls:
-        placer = Placer(self.plan)
-        offloads: dict[str, Any] = {"offloads": self.plan.offloads, "find_offloads": placer.offloads}
+        offloads: dict[str, Any] = {"offloads": self.plan.offloads, "find_offloads": self._placer.offloads}
         offloads |= {"copies": self.copies, "watch": self.region_watch}
-        found = RewrittenCalls(self.plan.regions, find=placer.regions, **offloads, **options)
+        found = RewrittenCalls(self.plan.regions, find=self._placer.regions, **offloads, **options)
         found.bring(self._weights)
         return found
 
