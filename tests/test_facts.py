@@ -7,7 +7,6 @@ b micro-batch, s sequence, h width, a heads, L layers.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -27,7 +26,6 @@ from remat.planning.profiling import fake_step
 from remat.recording.fake_step import FakeStep
 from remat.recording.record import record
 from remat.units import GIB
-from remat.workload.target import TARGETS
 from remat.workload.workload import Workload
 from tests.cached import cached
 from tests.graphs import ToyNode, toy_graph
@@ -201,12 +199,3 @@ def test_the_best_spacing_is_the_root_of_n_only_where_boundaries_weigh_as_much_a
 
     assert best(1.6 * GB, 67e6) == 1  # sqrt(N c / A) = 1.2
     assert best(GB, GB) == 6
-
-
-# Swapping
-
-
-@pytest.mark.parametrize(("bytes_per_us", "seconds"), [(12.8e3, 0.40), (50e3, 0.10)])
-def test_swapping_takes_bytes_over_bandwidth(bytes_per_us: float, seconds: float) -> None:
-    link = dataclasses.replace(TARGETS["h100-80gb"], host_bytes_per_us=bytes_per_us)
-    assert link.swap_us(5_120_000_000) / 1e6 == pytest.approx(seconds, abs=0.005)

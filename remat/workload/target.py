@@ -92,10 +92,6 @@ class Target:
             cudnn = _CUDNN_OF_WHEELS.get(release, ())
         return dataclasses.replace(known, cudnn=cudnn)
 
-    def swap_us(self, size_bytes: int) -> float:
-        """Return the time to move `size_bytes` to the host's memory, or back."""
-        return size_bytes / self.host_bytes_per_us
-
 
 def named(text: str, targets: Mapping[str, Target], torch: str, cudnn: tuple[int, ...] | None = None) -> Target | None:
     """Return the target called `text`, with the versions that it states; None for an unknown name."""
