@@ -445,23 +445,6 @@ def lowerings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_a_group_that_cannot_be_lowered_for_open_sizes_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise RematError("a group cannot be lowered: AssertionError: backward takes what is kept")
-
-    monkeypatch.setattr(fused_group, "lower_open", fails)
-    monkeypatch.setattr(fused_group, "_OPEN", {})
-    monkeypatch.setattr(fused_group, "_LOWERED", {})
-    fused = fuse(graph := captured(lambda x: (x.sin() * 2).cos() * 3, vector(), dynamic=True))
-    with pytest.warns(
-        UserWarning, match="is compiled for each shape of its inputs: .*backward takes what is kept"
-    ) as told:
-        for rows in (5, 7):
-            given = [torch.randn(rows, 8, requires_grad=True)]
-            fused(*(_taken(node, given) for node in graph.graph.find_nodes(op="placeholder")))
-    assert len(told) == 1
-
-
 OPEN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: FUNCTIONS[name] for name in ("gelu", "rms", "softmax", "two results", "same twice", "its input")},
     "norm": lambda x, w: F.layer_norm(x * 2, (8,), w, w) + x,

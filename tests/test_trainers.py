@@ -44,8 +44,9 @@ pytest.importorskip("accelerate")
 
 from remat.evaluation.form import Form  # noqa: E402
 from remat.fusion import fused_group, kernels  # noqa: E402
-from remat.integrations import generation_phases, planned_trainer, trainer_workload  # noqa: E402
+from remat.integrations import generation_phases, planned_trainer, trainer_rows, trainer_step  # noqa: E402
 from remat.integrations.pytest_plugin import OWN, require_fits  # noqa: E402
+from remat.integrations.trainer_model import copy_of_model  # noqa: E402
 from remat.integrations.trainer_workload import loop_of, workload_of  # noqa: E402
 from remat.integrations.transformers import RematCallback  # noqa: E402
 from remat.integrations.widest_rows import longest_of_all, widest_first  # noqa: E402
@@ -263,7 +264,7 @@ def test_rows_that_a_collator_rejects_are_sorted_by_size() -> None:
 
 def test_rows_are_cut_and_repeated_with_the_lengths_packed_in_them() -> None:
     row = {"input_ids": [1, 2, 3, 4, 5], "labels": torch.arange(5), "seq_lengths": [2, 3], "text": "words"}
-    longer = trainer_workload._resized(row, 9)
+    longer = trainer_rows._resized(row, 9)
     assert longer["input_ids"] == [1, 2, 3, 4, 5, 1, 2, 3, 4] and longer["labels"].tolist() == [
         0,
         1,
@@ -276,7 +277,7 @@ def test_rows_are_cut_and_repeated_with_the_lengths_packed_in_them() -> None:
         3,
     ]
     assert longer["seq_lengths"] == [2, 3, 2, 2] and longer["text"] == "words"
-    assert trainer_workload._resized(row, 4)["seq_lengths"] == [2, 2]
+    assert trainer_rows._resized(row, 4)["seq_lengths"] == [2, 2]
 
 
 class Wrapped(nn.Module):
@@ -297,14 +298,14 @@ class Wrapped(nn.Module):
 
 def test_a_copy_calls_itself_and_not_the_model_that_it_is_of() -> None:
     model = Wrapped()
-    twin = trainer_workload._copied(model)
+    twin = copy_of_model(model)
     with torch.no_grad():
         twin.inner.weight.zero_()  # type: ignore[operator, union-attr]
         twin.inner.bias.zero_()  # type: ignore[operator, union-attr]
     x = torch.randn(3, 2)
     assert torch.equal(twin(x), torch.ones(3, 2)) and not torch.equal(model(x), torch.ones(3, 2))
     with torch.device("meta"):
-        assert {p.device.type for p in trainer_workload._copied(model).parameters()} == {"meta"}
+        assert {p.device.type for p in copy_of_model(model).parameters()} == {"meta"}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -315,7 +316,7 @@ def test_a_copy_of_4_bit_weights_has_the_scales_of_its_own() -> None:
     layer = library.nn.Linear4bit(64, 64, quant_type="nf4", compress_statistics=True)
     layer.to("cpu")
     with torch.device("meta"):
-        twin: Any = trainer_workload._copied(layer)
+        twin: Any = copy_of_model(layer)
     assert twin.weight.quant_state.absmax.shape == layer.weight.quant_state.absmax.shape
     assert twin.quant_state is twin.weight.quant_state and twin.quant_state.state2.absmax.is_meta
     assert not layer.weight.quant_state.absmax.is_meta
@@ -367,7 +368,7 @@ def test_a_batch_has_padding_where_batches_of_rows_of_several_lengths_have(tmp_p
             for name in ("input_ids", "labels", "attention_mask")
         }
 
-    def mask_of(data: list[dict[str, Any]], size: int = 4, collate: Any = collate) -> torch.Tensor:
+    def mask_of(data: list[dict[str, Any]], size: int = 4) -> torch.Tensor:
         made = trainer(tmp_path, data=data, collate=collate, per_device_train_batch_size=size)
         workload = workload_of(made)
         return workload.batch(workload.batch_size, workload.seq_len)["inputs"]["attention_mask"]
@@ -376,8 +377,6 @@ def test_a_batch_has_padding_where_batches_of_rows_of_several_lengths_have(tmp_p
     assert mask_of(rows(40)).all()
     assert mask_of(several, size=1).all()
     assert (mask_of(several) == 0).sum() == 1 and mask_of(several).shape == (4, LENGTH)
-    with pytest.warns(UserWarning, match="no batch of the longest and the shortest row"):
-        assert mask_of(several, collate=None).all()
 
 
 def collate_packed(rows: list[list[dict[str, Any]]]) -> dict[str, torch.Tensor]:
@@ -730,7 +729,7 @@ def test_tables_of_tensors_methods_that_are_made_meanwhile_keep_no_trainer() -> 
     """They would keep the hook in place of torch's, and with it a planned model for as long as the process lives."""
     for table in (torch.overrides._get_overridable_functions, torch.overrides._get_tensor_methods):
         table.cache_clear()
-    with trainer_workload._hooks_too(contextlib.nullcontext, trainer_workload._Answers()):
+    with trainer_step.hooks_too(contextlib.nullcontext, trainer_step._Answers()):
         assert torch.overrides.is_tensor_method_or_property(torch.Tensor.add)
     assert torch.overrides.is_tensor_method_or_property(torch.Tensor.register_hook)
 

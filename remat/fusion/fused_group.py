@@ -130,8 +130,7 @@ class FusedGroup:
         self._count_shape()
         try:
             lowered = lower_open(self._bound, found, self.may_share)
-        except RematError as error:  # as it is, it may be lowered
-            warn(f"{self.text} is compiled for each shape of its inputs: {error}")
+        except RematError:  # as it is, it may be lowered
             known.append(None)
             return None
         lowered.compile()

@@ -24,7 +24,8 @@ from remat.costing.planning_device import find_planning_device
 from remat.errors import DoesNotFit
 from remat.evaluation.breakdown import MADE_IN_STEP
 from remat.evaluation.plan import Plan
-from remat.integrations.trainer_workload import as_in_training, loop_of, stand_in_of
+from remat.integrations.trainer_step import as_in_training, stand_in_of
+from remat.integrations.trainer_workload import loop_of
 from remat.planning.profiling import fake_step
 from remat.recording.tracker import Tracker
 from remat.units import gib

@@ -39,7 +39,8 @@ def require_fits(training: Any, budget: str | int = "auto", **options: Any) -> V
     Returns the verdict. Raises UsageError for anything else.
     """
     import remat
-    from remat.integrations.trainer_workload import is_trainer, own_checkpointing
+    from remat.integrations.trainer_model import own_checkpointing
+    from remat.integrations.trainer_workload import is_trainer
 
     own = ""
     with _without_traces():

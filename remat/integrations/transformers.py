@@ -43,13 +43,8 @@ from remat.integrations.settings import (
     warn_of_accumulation,
     weights_as_planned,
 )
-from remat.integrations.trainer_workload import (
-    is_trainer,
-    loop_of,
-    own_checkpointing,
-    turn_off_checkpointing,
-    workload_of,
-)
+from remat.integrations.trainer_model import own_checkpointing, turn_off_checkpointing
+from remat.integrations.trainer_workload import is_trainer, loop_of, workload_of
 from remat.units import gib
 from remat.workload.replaced_forward import forward_under_plan
 from remat.workload.training_loop import TrainingLoop
