@@ -282,9 +282,28 @@ def judged(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("is_planned", [False, True], ids=["model", "step"])
-def test_parameters_that_a_step_freezes_at_its_end_are_stepped(is_planned: bool) -> None:
-    workload = Workload("adversaries", Adversaries, lambda n, _: torch.randn(n, 16), judged, 64)
+def unfrozen(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    model.judge.requires_grad_(True)
+    loss: torch.Tensor = F.softplus(-model.judge(model.generator(batch))).mean()
+    return loss
+
+
+def with_a_frozen_judge() -> Adversaries:
+    model = Adversaries()
+    model.judge.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "step", "is_planned"),
+    [
+        pytest.param(Adversaries, judged, False, id="frozen-at-its-end"),
+        pytest.param(Adversaries, judged, True, id="frozen-at-its-end-planned-step"),
+        pytest.param(with_a_frozen_judge, unfrozen, False, id="frozen-as-built"),
+    ],
+)
+def test_parameters_that_a_step_freezes_or_unfreezes_are_stepped(build: Any, step: Any, is_planned: bool) -> None:
+    workload = Workload("adversaries", build, lambda n, _: torch.randn(n, 16), step, 64)
     workload = workload.with_planned_step() if is_planned else workload
     graph = graph_of(workload)
     count = sum(parameter.numel() for parameter in Adversaries().parameters())

@@ -94,7 +94,7 @@ class FakeStep:
     early          how the first steps differ; known once one has run
     held_numbers   values of the model's counters at the beginning of a step, so that no new value is traced anew
     evaluates      whether a backward goes through forwards of evaluation mode too, which a plan leaves alone
-    trained        the parameters that required a gradient when the model was built, whatever a step sets since
+    trained        the parameters that required a gradient as the model was built, or after a first forward
     looks          whether forwards without gradients run between a forward and its backward
     """
 
@@ -619,6 +619,9 @@ class FakeStep:
         (tracker, loss), self._begun = self._begun, None
         self._touched = tracker.touched
         self._has_state |= bool(tracker.touched)
+        known = set(map(id, self.trained))
+        self.trained = [p for p in self.model.parameters() if p.requires_grad or id(p) in known]
+        self._repeated = RepeatedStep(self.trained, self.device)
         self._begin_training()
         forward_end = tracker.op_count
         with self._on_fakes(), tracker:

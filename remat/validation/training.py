@@ -67,7 +67,7 @@ def seed_all(seed: int) -> None:
 class Training:
     """A workload's model, batch and optimizer on the device.
 
-    trained         the parameters that required a gradient when the model was built, whatever a step sets since
+    trained         the parameters that required a gradient as the model was built, or after a forward
     early_forwards  number of a new model's forwards, unlike the repeating ones, that run before its steps begin
     """
 
@@ -84,6 +84,7 @@ class Training:
         self._state = ModelState(self.model, step=workload.step)
         self._cacheless: list[Any] = []  # configurations that say so until the end
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._trained_as_built = frozenset(self.trained)
         self._parameters = {name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()}
         self.finish, self.held_outputs, self.held_graph = self._finish_with(None), HeldOutputs(), HeldGraph()
         self.set_batch(workload.batch_size, seed + 1)
@@ -145,11 +146,9 @@ class Training:
         self.let_go()
         self.model.zero_grad(set_to_none=True)
         self._state.put_back()
-        self.model.requires_grad_(False)
-        for parameter in self.trained.values():
-            parameter.requires_grad_()
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name in self._trained_as_built)
+            with torch.no_grad():
                 parameter.copy_(self._parameters[name])
 
     def _run_early_forwards(self) -> None:
@@ -196,10 +195,19 @@ class Training:
         holding = self.held_outputs.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
         with autocast_context(self.device, self.workload.autocast), holding:
             loss = self.workload.step(self.model, self.batch)
+        self._note_trained()
         self.held_graph.hold(loss)
         loss.backward()
         self._libraries_keep = True
         return loss.detach()
+
+    def _note_trained(self) -> None:
+        """Give the optimizer, before its first step, the parameters too that require a gradient since a forward."""
+        named, count = self.model.named_parameters(), len(self.trained)
+        self.trained = {name: p for name, p in named if p.requires_grad or name in self.trained}
+        if len(self.trained) > count and self.workload.optimizer is not None and self.finish.optimizer.steppers:
+            self.finish.let_go()
+            self.finish = self._finish_with(self.workload.optimizer(list(self.trained.values())))
 
     def step(self) -> None:
         self.forward_and_backward()
