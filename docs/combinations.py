@@ -63,7 +63,7 @@ def why_not(*names: str) -> str | None:
     """Return why some means do not combine; None if they do."""
     asked, loop = wanted(*names)
     try:
-        request = PlanRequest.of(**asked)
+        request = PlanRequest.of(budget="20GiB", **asked)
         around = request.loop(loop()) or TrainingLoop()
         request.require(find_planning_device("h100-80gb"), around)
     except UsageError as error:

@@ -51,7 +51,10 @@ def solve(problem: Problem, limits: Limits) -> Solution:
             return dataclasses.replace(alone, status="feasible" if alone.fits else "unknown", bound_us=0.0)
         start = _better(problem, start, alone.regions) if alone.fits else start
     if excess_bytes(problem, start):
-        least = least_peak(problem, limits.left(started, 0.5), fits_bytes=problem.budget_bytes)
+        try:
+            least = least_peak(problem, limits.left(started, 0.5), fits_bytes=problem.budget_bytes)
+        except KeyboardInterrupt:
+            return Solution("exact", "unknown", wall_s=time.monotonic() - started, interrupted=True)
         if least.bound_bytes > problem.budget_bytes:
             return Solution("least-peak", "infeasible", wall_s=time.monotonic() - started)
         start = least.regions

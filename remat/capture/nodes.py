@@ -66,10 +66,14 @@ def asked(node: fx.Node, argument: str) -> Any:
     return node.args[place] or None if place < len(node.args) else None
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _place_of(function: Callable[..., Any], argument: str) -> int:
     """Return the position of an argument of a Python function; a number above all others if it has none."""
-    names = [each.name for each in inspect.signature(function).parameters.values() if each.kind in _BY_POSITION]
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return sys.maxsize
+    names = [each.name for each in parameters if each.kind in _BY_POSITION]
     return names.index(argument) if argument in names else sys.maxsize
 
 

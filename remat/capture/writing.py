@@ -7,6 +7,7 @@ all that it is given.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ def _written_by(node: fx.Node, pure: frozenset[str]) -> Any:
     name = canonical(called(node))
     if bracket_of(node):
         return ()
-    if name in ("batch_norm", "instance_norm"):
+    if name in ("batch_norm", "instance_norm") and inspect.isfunction(node.target):
         return [asked(node, buffer) for buffer in _STATISTICS]
     everything = node.args, node.kwargs
     if name.partition("(")[0].partition(",")[0] not in pure or node.kwargs.get("out") is not None:

@@ -307,8 +307,9 @@ def from_hub(model: str) -> Workload:
     try:
         config = library.AutoConfig.from_pretrained(model, trust_remote_code=False, local_files_only=not reachable)
     except Exception as error:  # as above
+        why = describe(error).rstrip(".")
         nor = "" if reachable else ", which cannot be reached, nor from its local cache"
-        raise UsageError(f"{unknown}, and not available from the Hugging Face hub{nor}: {describe(error)}") from error
+        raise UsageError(f"{unknown}, and not available from the Hugging Face hub{nor}: {why}.") from error
     return text_workload_of(model.rpartition("/")[2], config)
 
 

@@ -55,9 +55,9 @@ def reserving_at_most(
     if excess <= 0:
         return first
     best, low, high = None, None, first.peak_bytes
-    made = first
+    is_interrupted = first.interrupted
     for _ in range(MOST_TRIES):
-        if made.interrupted:
+        if is_interrupted:
             break
         asked = max(high - excess, high // 2) if low is None else (low + high) // 2
         try:
@@ -65,6 +65,10 @@ def reserving_at_most(
         except (Infeasible, NoPlanInTime):
             low = asked
             continue
+        except KeyboardInterrupt:
+            is_interrupted = True
+            break
+        is_interrupted = made.interrupted
         excess = footprints_of(made)[0].reserved_bytes - limit_bytes
         if excess > 0:
             high = made.peak_bytes
@@ -74,14 +78,14 @@ def reserving_at_most(
             best = made
         if -excess <= CLOSE_SHARE * limit_bytes:
             break
-    if best is None and made.interrupted:
+    if best is None and is_interrupted:
         raise KeyboardInterrupt
     if best is None:
         raise _too_fragmented(first_footprints, limit_bytes)
     bound_us = min(first.bound_us, best.price_us)
     gap, floor_us = gap_of(best.price_us, bound_us, first.cheapest_us), min(first.floor_us, best.price_us)
     return dataclasses.replace(
-        best, bound_us=bound_us, gap=gap, status="feasible", floor_us=floor_us, interrupted=made.interrupted
+        best, bound_us=bound_us, gap=gap, status="feasible", floor_us=floor_us, interrupted=is_interrupted
     )
 
 

@@ -314,7 +314,7 @@ class _FormSearch:
             captured, left = None, other if other is not None and other.price_us < best.price_us else None
             if not (self.has_dropped or self.is_cut_short or self.is_interrupted):
                 gap, status = best.solution.gap, best.solution.status
-                return BestPlan(best, peak_bytes, best.bound_us, gap, status, floor_us, left=left)
+                return BestPlan(best, peak_bytes, best.bound_us, gap, status, floor_us, self._cheapest_us, left=left)
         gap = gap_of(best.price_us, floor_us, self._cheapest_us)
         status = "optimal" if gap <= self._limits.gap else "feasible"
         ended = self.is_interrupted, self.is_cut_short

@@ -77,6 +77,8 @@ def with_shorter(
             shorter = planned_at(length, request)
         except (CaptureError, Infeasible, NoPlanInTime):
             continue
+        except KeyboardInterrupt:  # the plan for the longest is there
+            break
         if not holds(given_of(made), given_of(shorter)) or holds(given_of(shorter), given_of(made)):
             continue  # the arguments do not show the length
         if kept[-1].predicted["overhead"] - shorter.predicted["overhead"] >= request.forms.worth:

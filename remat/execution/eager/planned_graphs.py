@@ -121,9 +121,10 @@ class PlannedGraphs(PlannedForward):
             each.reports.made = self.reports.made
 
     def _rewritten(self, **options: Any) -> RewrittenCalls:
-        offloads: dict[str, Any] = {"offloads": self.plan.offloads, "find_offloads": self._placer.offloads}
+        placer = Placer(self.plan)
+        offloads: dict[str, Any] = {"offloads": self.plan.offloads, "find_offloads": placer.offloads}
         offloads |= {"copies": self.copies, "watch": self.region_watch}
-        found = RewrittenCalls(self.plan.regions, find=self._placer.regions, **offloads, **options)
+        found = RewrittenCalls(self.plan.regions, find=placer.regions, **offloads, **options)
         found.bring(self._weights)
         return found
 
