@@ -554,6 +554,25 @@ def test_training_is_told_where_gradients_pile_up_and_the_plan_counts_on_none() 
         step()
 
 
+def test_hooks_of_a_script_that_step_in_backward_are_no_reason_to_warn() -> None:
+    made = with_adamw(TRANSFORMER)
+    _, graph = recorded(TRANSFORMER, STEPPING)
+    model, batch = made.build().train(), made.batch(made.batch_size, made.seq_len)
+    apply(model, plan_by_hand(graph, every_block(graph)))
+    optimizers = {p: torch.optim.AdamW([p]) for p in model.parameters()}
+
+    def stepped(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(stepped)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            made.step(model, batch).backward()
+
+
 class Biased(nn.Module):
     """Layers that end in the sum with a bias: its gradient is whole before anything of the layer is recomputed."""
 

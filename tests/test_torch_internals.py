@@ -1099,6 +1099,14 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
         "compile with Inductor's own options",
         lambda: inductor.inductor_with(None, {}),
     ),
+    "nn.modules.transformer._detect_is_causal_mask": (
+        "plan stacks of nn.TransformerEncoder and nn.TransformerDecoder",
+        dynamo.compares_masks,
+    ),
+    "_dynamo.assume_constant_result": (
+        "plan stacks of nn.TransformerEncoder and nn.TransformerDecoder",
+        lambda: dynamo.as_constant(len),
+    ),
     "_functorch.partitioners.min_cut_rematerialization_partition": (
         "choose what a compiled forward saves",
         lambda: inductor.min_cut(fx.GraphModule({}, fx.Graph()), ()),

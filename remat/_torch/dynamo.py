@@ -162,6 +162,35 @@ def _first_node(args: Sequence[Variable], kwargs: Any = None) -> fx.Node | None:
     return node if isinstance(node, fx.Node) else None
 
 
+def inputs_behind(node: fx.Node) -> dict[fx.Node, tuple[str, torch.Tensor]]:
+    """Return the inputs of the graph being traced that `node` is computed of: where each is from, and its tensor."""
+    found, waiting, seen = {}, [node], {node}
+    while waiting:
+        here = waiting.pop()
+        if here.op == "placeholder":
+            given = here.meta["grapharg"]
+            name = given.source.name  # a method in torch 2.11
+            found[here] = str(name() if callable(name) else name), given.example
+        new = [each for each in here.all_input_nodes if each not in seen]
+        seen.update(new)
+        waiting += new
+    return found
+
+
+def compares_masks() -> Callable[..., bool]:
+    """Return the function with which `nn.TransformerEncoder` compares its mask with a causal one."""
+    purpose = "plan stacks of nn.TransformerEncoder and nn.TransformerDecoder"
+    return cast(Callable[..., bool], internal("nn.modules.transformer._detect_is_causal_mask", purpose))
+
+
+def as_constant(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Dynamo call `function` while it traces, with tensors that have their values, and take its result as it is."""
+    constant_result = internal(
+        "_dynamo.assume_constant_result", "plan stacks of nn.TransformerEncoder and nn.TransformerDecoder"
+    )
+    return cast(Callable[..., Any], constant_result(function))
+
+
 @contextlib.contextmanager
 def following(instead: Callable[[Translator, Any, FirstNode], Callable[..., Any] | None]) -> Iterator[None]:
     """Let Dynamo follow `instead(translator, function, first)` in place of a Python function that traced code calls.

@@ -52,6 +52,11 @@ def hooks_on_all_modules() -> tuple[int, ...]:
     return tuple(number for name in names for number in getattr(tables, name, ()))
 
 
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Return whether hooks run as soon as the gradient of `parameter` is whole."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def saved_tensors_are_hooked() -> bool:
     """Return whether autograd passes saved tensors to hooks, as within `torch.utils.checkpoint`."""
     return _saved_tensor_hooks() is not None

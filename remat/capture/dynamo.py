@@ -34,7 +34,7 @@ from remat._torch.dynamo import (
     try_again,
     without_breaks,
 )
-from remat.capture import four_bit, numpy_random, trl_head
+from remat.capture import causal_masks, four_bit, numpy_random, trl_head
 from remat.capture.anchors import put_under
 from remat.capture.attention_masks import (
     IsOnes,
@@ -136,6 +136,8 @@ class GraphCalls:
         self._change = change
         self._compiled: dict[Masks, Callable[..., Any]] = {}
         self._given: list[torch.Tensor] = []
+        self.named: dict[str, torch.Tensor] = {}  # arguments of the call under way
+        self.masks_taken: list[causal_masks.Holds] = []  # whether what was found out about masks still holds
         self.opens_draws = True
         self.count = self.first = 0
         self.elements: dict[str, int] = {}
@@ -200,7 +202,7 @@ class GraphCalls:
             if self.count:
                 raise CaptureError(f"{error} Leave that out of the batch, or plan with it.") from error
         finally:
-            self._given = []
+            self._given, self.named = [], {}
         self._planned = self._planned.with_explicit_masks()
         self.masks = self.seen.as_planned(self._planned)
         self.forget()
@@ -209,18 +211,21 @@ class GraphCalls:
     def forget(self, error: BaseException | None = None) -> None:
         """Trace anew from now on, including code that Dynamo skips since `error` came out of it."""
         self._compiled.clear()
+        self.masks_taken.clear()
         try_again(error)
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Masks:
         """Inspect a batch before it runs: set `elements`, `seen` and `masks`."""
         given = named_tensors(self.function, args, kwargs)
-        self._given, self.elements = given_masks(given), element_counts(given)
+        self._given, self.elements, self.named = given_masks(given), element_counts(given), dict(given)
         self.seen = masks_of(given, self._is_ones)
         self.masks = self.seen.as_planned(self._planned)
         return self.masks
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.count, breaks = 0, len(graph_breaks())
+        if not all(holds(self.named) for holds in self.masks_taken):
+            self.forget()
         # A forward that breaks with its sizes open, and not otherwise, is traced for each of them.
         refused = without_breaks() if self.opens_sizes and not self.may_break else contextlib.nullcontext()
         with (
@@ -279,9 +284,12 @@ class _Backend(Capture):
 
     def instead(self, asker: str, function: Callable[..., Any], first: FirstNode) -> Callable[..., Any] | None:
         numpy_random.leave_alone(function)
+        calls = self._calls()
+        assert calls is not None
         opaque = () if self.answers is None else self.answers.opaque
         return (
             self._masks.instead(asker, function, first)
+            or causal_masks.instead(function, first, calls.named, calls.masks_taken.append)
             or four_bit.instead(function, asker, opaque)
             or trl_head.instead(function, asker)
         )

@@ -114,7 +114,8 @@ class LoopAsPlanned:
             return
         if self._loop.accumulates or self._has_buckets or "gradients" in self._reports.made:
             return
-        alive = sum(p.grad.nbytes for p in trainable(self._model) if p.grad is not None)
+        leaves = (p for p in trainable(self._model) if p.is_leaf)  # others may stand in the place of parameters
+        alive = sum(p.grad.nbytes for p in leaves if p.grad is not None)
         if alive and self._exceeds(alive):
             self._excess(
                 "gradients",

@@ -19,6 +19,7 @@ from remat._torch.elsewhere import autocast_elsewhere
 from remat.capture.anchors import Signature
 from remat.capture.attention_masks import Masks, OnesSeen, eager_attention_masks, masks_of
 from remat.capture.beside_parameters import tensors_beside
+from remat.capture.causal_masks import causal_masks, note_batch
 from remat.capture.circumstances import given_to
 from remat.capture.composites_on_fakes import composites_on_fakes, of_step
 from remat.capture.dynamo import named_tensors, without_cache
@@ -132,6 +133,7 @@ class FakeStep:
             )
         with self.mode, torch.device(device), self.known.of_batch(), (seen := OnesSeen()):
             self.batch = self._made_batch()
+        note_batch(tensors_of(self.batch), lambda: tensors_of(workload.batch(1, workload.seq_len)))
         self._execute: ExecuteCall = _execute_plainly
         self._beside_bytes = 0  # held by an optimizer while it repeats the step, beside its state
         self._begun: tuple[ParametersSeen, torch.Tensor] | None = None  # a forward that no backward has followed yet
@@ -205,6 +207,7 @@ class FakeStep:
             self.known.followed(),
             here,
             grouped_products(),
+            causal_masks(),
             kernels_on_fakes(),
             composites_on_fakes(),
             sequences_of_known_lengths(),

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from remat._torch.training import clear_cublas_workspaces
+from remat.capture.causal_masks import causal_masks
 from remat.capture.dynamo import cache_builders
 from remat.capture.model_state import ModelState
 from remat.capture.settling import EARLY_BY_TRACES
@@ -193,7 +194,7 @@ class Training:
 
     def forward_and_backward(self) -> torch.Tensor:
         holding = self.held_outputs.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
-        with autocast_context(self.device, self.workload.autocast), holding:
+        with autocast_context(self.device, self.workload.autocast), holding, causal_masks():
             loss = self.workload.step(self.model, self.batch)
         self._note_trained()
         self.held_graph.hold(loss)

@@ -236,8 +236,9 @@ def _notes(found: Comparison, files: Sequence[str]) -> Iterator[str]:
         yield "strategies that join layers or save inside them have no plan here"
     best = found.best
     if best is None and (nearest := next((row for row in found.rows if row.peak_bytes is not None), None)):
-        yield f"no plan fits; the closest, of strategy {nearest.strategy}, needs {gib(nearest.peak_bytes or 0)}"
-        if all(row.bound_us is None for row in found.rows):
+        no = "no plan so far" if found.interrupted else "no plan"
+        yield f"{no} fits; the closest, of strategy {nearest.strategy}, needs {gib(nearest.peak_bytes or 0)}"
+        if all(row.bound_us is None for row in found.rows) and not found.interrupted:
             yield "next: add exact to --strategies, to find out whether any plan fits"
     elif best is not None and best.plan is not None and best.plan.predicted["judged_by"] != "replay":
         yield "a profile has no model: the evaluator computed the peaks"
