@@ -83,6 +83,8 @@ WORKLOADS = {
 }
 
 
+@pytest.mark.fast("made", "given-local")
+@pytest.mark.often("decoder", "kept")
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_stack_with_a_mask_is_one_graph_whose_plan_trains_alike(name: str) -> None:
     _, graph = recorded(WORKLOADS[name])
@@ -99,6 +101,7 @@ def test_planning_knows_a_mask_that_a_batch_makes(name: str, is_causal: bool) ->
     assert asked and set(asked) == {is_causal}
 
 
+@pytest.mark.fast("given")
 @pytest.mark.parametrize("name", ["given", "kept"])
 def test_a_mask_that_is_no_longer_causal_is_seen(name: str) -> None:
     _, graph = recorded(WORKLOADS[name])

@@ -28,10 +28,7 @@ LM: Callable[..., dict[str, Any]] = functools.partial(
 FITTED = functools.partial(LM, workload=TRANSFORMER, budget=400_000, target="cpu", exact=True)
 
 
-@pytest.mark.fast(
-    *("planned-plan-menu", "planned-plan-lengths", "planned-compare-forms", "planned-fit"),
-    *("none-plan", "none-plan-modules", "none-plan-weights", "none-plan-lengths"),
-)
+@pytest.mark.fast("planned-plan-menu", "planned-compare-forms", "none-plan", "none-plan-lengths")
 @pytest.mark.parametrize(
     ("command", "wanted", "at"),
     [
