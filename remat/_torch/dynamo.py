@@ -169,7 +169,7 @@ def inputs_behind(node: fx.Node) -> dict[fx.Node, tuple[str, torch.Tensor]]:
         here = waiting.pop()
         if here.op == "placeholder":
             given = here.meta["grapharg"]
-            name = given.source.name  # a method in torch 2.11
+            name = getattr(given.source, "name", "")  # a method in torch 2.11
             found[here] = str(name() if callable(name) else name), given.example
         new = [each for each in here.all_input_nodes if each not in seen]
         seen.update(new)
