@@ -34,8 +34,9 @@ def local(length: int) -> torch.Tensor:
 class Encoder(nn.Module):
     """A stack that is given its mask, or makes it, or keeps it."""
 
-    def __init__(self, keeps: Any = None):
+    def __init__(self, keeps: Any = None, makes: Any = causal):
         super().__init__()
+        self.makes = makes
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.1, batch_first=True)
         self.embed, self.stack = nn.Embedding(WORDS, WIDTH), nn.TransformerEncoder(layer, 2)
         self.head = nn.Linear(WIDTH, WORDS)
@@ -47,7 +48,7 @@ class Encoder(nn.Module):
         if kept is not None:
             mask = kept[:length, :length]
         elif mask is None:
-            mask = causal(length, device=ids.device)
+            mask = self.makes(length)
         return F.cross_entropy(self.head(self.stack(self.embed(ids), mask=mask)).flatten(0, 1), ids.flatten())
 
 
@@ -99,6 +100,32 @@ def test_planning_knows_a_mask_that_a_batch_makes(name: str, is_causal: bool) ->
     ((_, graph_module),) = step.graphs.distinct
     asked = [node.kwargs["is_causal"] for node in graph_module.graph.nodes if "is_causal" in node.kwargs]
     assert asked and set(asked) == {is_causal}
+
+
+def drawn(length: int) -> torch.Tensor:
+    return torch.where(torch.rand(length, length) > 0.9, float("-inf"), 0.0)
+
+
+def added(length: int) -> torch.Tensor:
+    mask = causal(length)
+    mask += torch.full((length, length), -1.0)
+    return mask
+
+
+@pytest.mark.fast("local")
+@pytest.mark.parametrize("makes", [local, drawn, added])
+def test_a_mask_that_a_forward_writes_to_or_draws_is_that_of_eager_mode(makes: Any) -> None:
+    workload = dataclasses.replace(MADE, build=functools.partial(Encoder, makes=makes))
+    _, graph = recorded(workload)
+    torch.manual_seed(0)
+    plain = workload.build()
+    planned = copy.deepcopy(plain)
+    apply(planned, plan_by_hand(graph, every_block(graph)))
+    losses = []
+    for model in (plain, planned):
+        torch.manual_seed(1)
+        losses.append([model(*batch(4, LENGTH)).item() for _ in range(3)])
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.fast("given")

@@ -162,19 +162,11 @@ def _first_node(args: Sequence[Variable], kwargs: Any = None) -> fx.Node | None:
     return node if isinstance(node, fx.Node) else None
 
 
-def inputs_behind(node: fx.Node) -> dict[fx.Node, tuple[str, torch.Tensor]]:
-    """Return the inputs of the graph being traced that `node` is computed of: where each is from, and its tensor."""
-    found, waiting, seen = {}, [node], {node}
-    while waiting:
-        here = waiting.pop()
-        if here.op == "placeholder":
-            given = here.meta["grapharg"]
-            name = getattr(given.source, "name", "")  # a method in torch 2.11
-            found[here] = str(name() if callable(name) else name), given.example
-        new = [each for each in here.all_input_nodes if each not in seen]
-        seen.update(new)
-        waiting += new
-    return found
+def input_of(placeholder: fx.Node) -> tuple[str, Any]:
+    """Return where an input of the graph being traced is from, and its value."""
+    given = placeholder.meta["grapharg"]
+    name = getattr(given.source, "name", "")  # a method in torch 2.11
+    return str(name() if callable(name) else name), given.example
 
 
 def compares_masks() -> Callable[..., bool]:

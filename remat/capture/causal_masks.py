@@ -4,7 +4,8 @@ Where `is_causal=` is not given, these modules compare their mask with a causal 
 Dynamo breaks its graph there, in code of torch, and the whole stack would run outside of every graph.
 
 Rule 1  In a capture the answer is a constant of the graph, for a mask that the forward makes of constants, that is a
-        buffer of the model or a part of one, or an argument of the forward. For others the graph breaks as ever.
+        buffer of the model or a part of one, or an argument of the forward. For others the graph breaks as ever: also
+        where the forward writes to a mask, or draws it, since the values of such a one are not what its node computes.
 Rule 2  A buffer that was written to, and an argument of the other kind, are traced anew.
 Rule 3  While planning no mask has values. One that `batch` makes is made once more, for one sample; any other is taken
         for a causal one. The numbers of training are right for any mask, but another kernel may take other bytes.
@@ -20,13 +21,17 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import transformer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from remat._torch.dynamo import FirstNode, as_constant, compares_masks, inputs_behind
+from remat._torch.dynamo import FirstNode, as_constant, compares_masks, input_of
 from remat._torch.training import without_modes
+from remat.capture.anchors import writes
 from remat.capture.generators import generators_kept
+from remat.capture.nodes import may_draw
+from remat.capture.writing import storages
 from remat.shared import Shared
 
 _compared = compares_masks()  # before another stands in its place
@@ -66,7 +71,7 @@ def _taken(mask: torch.Tensor | None, is_causal: bool | None = None, size: int |
         return _compared(mask, is_causal, size)
 
 
-_answered = as_constant(lambda *args, **kwargs: _taken(*args, **kwargs))
+_answered = as_constant(lambda *args, **kwargs: _taken(*args, **kwargs))  # apart from `_taken`, which stays as it is
 
 
 @contextlib.contextmanager
@@ -90,15 +95,34 @@ def instead(
     node = first()
     if node is None:
         return _compared
-    inputs = inputs_behind(node)
-    for source, tensor in inputs.values():
+    behind = _behind(node)
+    if any(map(may_draw, behind)) or not storages(behind).isdisjoint(_written(node.graph)):
+        return _compared
+    for source, tensor in (input_of(each) for each in behind if each.op == "placeholder"):
         if "._buffers[" in source:
             note(_unwritten(tensor))
-        elif (name := next((name for name, each in given.items() if each is tensor), None)) and node in inputs:
+        elif node.op == "placeholder" and (name := next((k for k, each in given.items() if each is tensor), None)):
             note(_as_before(name, tensor))
         else:
             return _compared
     return _answered
+
+
+def _behind(node: fx.Node) -> list[fx.Node]:
+    """Return `node` and all that it is computed of."""
+    found = {node: None}
+    waiting = [node]
+    while waiting:
+        new = [each for each in waiting.pop().all_input_nodes if each not in found]
+        found.update(dict.fromkeys(new))
+        waiting += new
+    return list(found)
+
+
+def _written(graph: fx.Graph) -> set[int]:
+    """Return the storages that nodes of a graph write to by what they say, or by `out=`."""
+    writers = (node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output"))
+    return storages([(node.args, node.kwargs) for node in writers if writes(node) or "out" in node.kwargs])
 
 
 def _unwritten(buffer: torch.Tensor) -> Holds:
