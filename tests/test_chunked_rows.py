@@ -7,6 +7,7 @@ The oracle is the untouched model. Sums are held to float64.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -41,6 +42,7 @@ from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import FormChoice
 from remat.recording.fake_step import FakeStep
 from remat.recording.record import record
+from remat.recording.tracker import Tracker
 from remat.validation.sums import NEAR
 from remat.validation.validating import validate
 from remat.workload.workload import Workload
@@ -537,6 +539,37 @@ def test_groups_inside_keep_no_copy_of_the_rows_under_autocast() -> None:
         alive = Memory(graph).curve(tuple(every_block(graph))).alive_bytes
         peaks.append(alive[: graph.forward_end].max())
     assert peaks[1] <= peaks[0]
+
+
+def one_by_one(tracker: Tracker, what: Any) -> contextlib.AbstractContextManager[bool]:
+    return contextlib.nullcontext(False)
+
+
+@pytest.mark.fast("Gated-h100-80gb", "Adapted-cpu")
+@pytest.mark.parametrize("target", ["cpu", "h100-80gb"])
+@pytest.mark.parametrize("half", ROWS, ids=lambda half: half.__name__)
+def test_a_slice_that_is_repeated_is_noted_as_if_it_ran(
+    half: type[Half], target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are five slices in each of three layers; the last slice is shorter."""
+    made = dataclasses.replace(workload(half), autocast=None if target == "cpu" else torch.bfloat16)
+    fake = fake_step(made, find_planning_device(target))
+    record(fake)
+    with fake.in_form(Form(rows=5)):
+        found, curve = noted(fake)
+        monkeypatch.setattr(Tracker, "known", one_by_one)
+        alone, alone_curve = noted(fake)
+    assert found == alone
+    assert curve == alone_curve
+
+
+def noted(fake: FakeStep) -> tuple[Any, list[int]]:
+    """The record of a step, column by column, and the bytes alive under a plan of every block."""
+    graph = record(fake)
+    columns = [each.tolist() for part in (graph.storages, graph.saved_tensors) for each in vars(part).values()]
+    regions = to_refs(graph, tuple(every_block(graph)))
+    rows = (graph.nodes, graph.op_kind.tolist(), graph.op_node.tolist(), [kind.key for kind in graph.kinds])
+    return (rows, columns, graph.parameters, graph.parameter_gradients), replay(fake, regions).tolist()
 
 
 POLICIES = {"float32": (torch.float32, False), "autocast": (torch.float32, True), "bfloat16": (torch.bfloat16, False)}

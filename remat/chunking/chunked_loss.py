@@ -49,7 +49,8 @@ def as_given(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _anew(what: Hashable) -> contextlib.AbstractContextManager[bool]:
+def anew(what: Hashable) -> contextlib.AbstractContextManager[bool]:
+    """Run a part, whatever ran before: `Watch.known` in training."""
     return contextlib.nullcontext(False)
 
 
@@ -58,8 +59,8 @@ class Watch:
     """Hooks that a validation or a recording puts around the heads and the chunked rows of a model.
 
     unseen   context of forward and backward: their kernels differ from the eager baseline's
-    known    context of a part of a forward; equal arguments mean the same work on tensors of the same shapes; yields
-             whether it need not run for that reason
+    known    context of a part of a forward or a backward; equal arguments mean the same work on tensors of the same
+             shapes; yields whether it need not run for that reason
     behind_slice  called in forward behind every slice but the last, with the number of slices so far
     on_sums  called in forward with a head, its inputs and its sums; what it returns is called in backward, with the
              gradient of that loss
@@ -68,7 +69,7 @@ class Watch:
     """
 
     unseen: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    known: Callable[[Hashable], contextlib.AbstractContextManager[bool]] = _anew
+    known: Callable[[Hashable], contextlib.AbstractContextManager[bool]] = anew
     behind_slice: Callable[[int], None] | None = None
     on_sums: Callable[[ChunkedLoss, HeadInputs, Sums], Callable[[Tensor], None] | None] | None = None
     on_rows: OnRows | None = None
@@ -209,7 +210,7 @@ class ChunkedLoss:
 
     def _part(self, what: str, rows: slice) -> contextlib.AbstractContextManager[bool]:
         """Return the context of a slice or a piece; the first one, which allocates the sums, equals no other."""
-        return self.watch.known((what, rows.stop - rows.start)) if rows.start else _anew(what)
+        return self.watch.known((self, what, rows.stop - rows.start)) if rows.start else anew(what)
 
     def reduced(self, row_losses: Tensor, labels: Tensor, numbers: tuple[Any, ...]) -> Tensor:
         """Reduce the losses of all rows to one loss. (Rule 1)"""

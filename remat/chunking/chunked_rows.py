@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from remat.capture.nodes import autocast
-from remat.chunking.chunked_loss import MakeContext, Watch, as_given
+from remat.chunking.chunked_loss import MakeContext, Watch, anew, as_given
 from remat.errors import CaptureError
 
 ALIGNED_ROWS, FEWEST_ROWS = 64, 128  # of a slice: where it begins, and how many there are at least
@@ -44,6 +44,7 @@ class ChunkedRows:
     slices   maximum number of slices
     is_fused whether `body` and `again` hold fused groups, which run where something has a gradient
     cast     of a product's inputs; a target's kernels replace it
+    alike    equal for runs that compute the same with tensors of the same shapes; None: like no other
     """
 
     body: fx.GraphModule
@@ -55,6 +56,7 @@ class ChunkedRows:
     cast: Callable[[Tensor], Tensor] = autocast
     watch: Watch = dataclasses.field(default_factory=Watch)
     is_fused: bool = False
+    alike: Hashable = None
 
     def __call__(self, rows: Tensor, *beside: Any) -> Tensor:
         """Return the result (..., other width) of `rows` (..., width)."""
@@ -96,12 +98,16 @@ class ChunkedRows:
         if self.is_fused:
             flat, *prepared = (_leaf(each, asks) for each, asks in zip((flat, *prepared), wanted, strict=True))
         result: Tensor | None = None
+        known = self._known_work("forward", (flat, *prepared), wanted)
         for cut in row_slices(flat.shape[0], self.slices):
-            made = self._made(flat, cut, prepared)
-            if result is None:
-                result = made.new_empty(*rows.shape[:-1], made.shape[-1])  # no view: the caller may write to it
-            result.view(-1, made.shape[-1])[cut] = made
-            del made
+            with known(cut) as is_known:
+                if is_known:
+                    continue
+                made = self._made(flat, cut, prepared)
+                if result is None:
+                    result = made.new_empty(*rows.shape[:-1], made.shape[-1])  # no view: the caller may write to it
+                result.view(-1, made.shape[-1])[cut] = made
+                del made
         assert result is not None
         return result
 
@@ -130,25 +136,39 @@ class ChunkedRows:
             leaves = [_leaf(each, asks) for each, asks in zip(self._prepared(beside), wanted[1:], strict=True)]
         of_rows = torch.empty_like(flat) if wanted[0] else None
         sums: list[Tensor | None] = [None] * len(leaves)
+        known_work = self._known_work("backward", (flat, given, *leaves), wanted)
         for cut in row_slices(flat.shape[0], self.slices):
-            here = _leaf(flat[cut], wanted[0])
-            with under(), torch.enable_grad(), saved_tensors_hooks(as_given, as_given):
-                made = self.again(here, *leaves)
-            asked = [each for each, asks in zip((here, *leaves), wanted, strict=True) if asks]
-            found = iter(torch.autograd.grad(made, asked, given[cut], allow_unused=True))
-            del made, asked
-            if of_rows is not None:
-                of_rows[cut] = _or_zeros(next(found), here)
-            known: set[int] = set()
-            for i, asks in enumerate(wanted[1:]):
-                if asks and (part := next(found)) is not None:
-                    sums[i] = _added(sums[i], part, known)
-                    del part
-            del found, here
+            with known_work(cut) as is_known:
+                if is_known:
+                    continue
+                here = _leaf(flat[cut], wanted[0])
+                with under(), torch.enable_grad(), saved_tensors_hooks(as_given, as_given):
+                    made = self.again(here, *leaves)
+                asked = [each for each, asks in zip((here, *leaves), wanted, strict=True) if asks]
+                found = iter(torch.autograd.grad(made, asked, given[cut], allow_unused=True))
+                del made, asked
+                if of_rows is not None:
+                    of_rows[cut] = _or_zeros(next(found), here)
+                known: set[int] = set()
+                for i, asks in enumerate(wanted[1:]):
+                    if asks and (part := next(found)) is not None:
+                        sums[i] = _added(sums[i], part, known)
+                        del part
+                del found, here
         if of_rows is None:
             return None, sums
         of_rows = of_rows.view(rows.shape)
         return _laid_out_like(gradient, of_rows) if self.residual else of_rows, sums
+
+    def _known_work(
+        self, phase: str, given: Sequence[Any], wanted: Sequence[bool]
+    ) -> Callable[[slice], contextlib.AbstractContextManager[bool]]:
+        """Return the context of a slice; the first one, which allocates what all write to, equals no other."""
+        if self.watch.known is anew:  # in training
+            return lambda cut: anew(phase)
+        run = self if self.alike is None else self.alike
+        work = (run, phase, *map(_layout, given), *wanted)
+        return lambda cut: self.watch.known((*work, cut.stop - cut.start)) if cut.start else anew(work)
 
     def _prepared(self, beside: Sequence[Any]) -> list[Any]:
         """Prepare the inputs beside the rows for the body. (Rule 3)"""
@@ -233,6 +253,10 @@ def unmade_addmm(bias: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
 
 def _nothing(tensor: Tensor) -> None:
     """Keep nothing of a value that no backward will ask for."""
+
+
+def _layout(value: Any) -> Hashable:
+    return (value.dtype, value.shape, value.stride()) if isinstance(value, Tensor) else value
 
 
 def _leaf(value: Any, asks: bool) -> Any:

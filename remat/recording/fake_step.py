@@ -652,7 +652,7 @@ class FakeStep:
 
         Return the bytes that the graph of its loss keeps until a loop lets go of that loss, as the next forward ends.
         """
-        with self._on_fakes(), tracker:
+        with self._on_fakes(), self.graphs.slices_repeated(tracker), tracker:
             if self._has_state:
                 tracker.follow_older([*self.state().unregistered, *self._touched])
             loss = self._forward_under(tracker)

@@ -132,7 +132,7 @@ class Recorder(Tracker):
         def note_end(_: int) -> None:
             self._nodes[node]["slice_ends"] += (self.op_count,)
 
-        head.watch = dataclasses.replace(before, known=lambda what: self.known((node, what)), behind_slice=note_end)
+        head.watch = dataclasses.replace(before, known=self.known, behind_slice=note_end)
         try:
             yield
         finally:
@@ -143,14 +143,18 @@ class Recorder(Tracker):
 
     def is_closed(self, block: RecordedSpan) -> bool:
         saved = self._saved_tensors[block.begin.saved :]
-        return super().is_closed(block) and all(row["unpack"] >= 0 and row["release"] >= 0 for row in saved)
+        is_of_one_node = len({*self._op_nodes[block.begin.ops :]}) == 1
+        is_over = all(row["unpack"] >= 0 and row["release"] >= 0 for row in saved)
+        return super().is_closed(block) and is_of_one_node and is_over
 
     def repeat(self, block: RecordedSpan) -> None:
         now, begin, end = self._now(), block.begin, block.end
         super().repeat(block)
         later = now.ops - begin.ops
-        self._op_nodes += self._op_nodes[begin.ops : end.ops]
-        self._storage_nodes += self._storage_nodes[begin.storages : end.storages]
+        in_forward = self._forward_end < 0
+        node = self._nodes_now(in_forward)
+        self._op_nodes += [node] * (end.ops - begin.ops)
+        self._storage_nodes += [node if in_forward else -1] * (end.storages - begin.storages)
         self.wrapped_numbers += end.numbers - begin.numbers
         for row in self._saved_tensors[begin.saved : end.saved]:
             if row["storage"] < begin.storages:
@@ -158,9 +162,9 @@ class Recorder(Tracker):
             again = {name: row[name] + later for name in ("at", "unpack", "used", "release")}
             storage = row["storage"] + now.storages - begin.storages
             number = len(self._saved_tensors)
-            self._saved_tensors.append({**row, **again, "storage": storage, "number": number})
-        assert self._current is not None
-        self._nodes[self._current]["end"] = self.op_count
+            self._saved_tensors.append({**row, **again, "node": node, "storage": storage, "number": number})
+        if in_forward:
+            self._nodes[node]["end"] = self.op_count
 
     def slice_ends(self, node: int) -> tuple[int, ...]:
         """Return `slice_ends` as in `graph.Node`."""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import torch
 from torch import fx
 
 from remat.capture.anchors import Signature, identity_of, module_path, signature_of
-from remat.chunking.chunk import CHUNKED, HEAD
-from remat.chunking.chunked_loss import ChunkedLoss
+from remat.chunking.chunk import CHUNKED, HEAD, chunked_losses, chunked_rows
+from remat.chunking.chunked_loss import ChunkedLoss, Watch
 from remat.chunking.heads import WholeLoss, find_heads, whole_losses
 from remat.chunking.rows import RowRun, find_row_runs
 from remat.evaluation.form import Chunk, Form, slices_in
 from remat.evaluation.forwards import Forward
 from remat.fusion.formed import formed
+from remat.recording.tracker import Tracker
 
 Autocast = torch.dtype | None
 
@@ -32,6 +34,7 @@ class StepGraphs:
         self._called: dict[int, fx.GraphModule] = {}
         self._autocast_of: dict[int, Autocast] = {}
         self._prepared: dict[tuple[int, Autocast, Form], fx.GraphModule] = {}  # by id, which may be given again
+        self._watch = Watch()  # of everything chunked
 
     def clear(self) -> None:
         for table in (self._distinct, self._called, self._autocast_of, self._prepared):
@@ -51,8 +54,22 @@ class StepGraphs:
             identity_of(ready)  # before kernels are put in
             if self._prepare is not None:
                 self._prepare(ready, autocast)
+            for head in chunked_losses(ready):
+                head.watch = self._watch
+            for run in chunked_rows(ready):
+                run.watch = self._watch
+                run.alike = None if run.is_fused else tuple(map(_described, (run.body, run.again)))
             self._prepared[key] = ready
         return self._prepared[key]
+
+    @contextlib.contextmanager
+    def slices_repeated(self, tracker: Tracker) -> Iterator[None]:
+        """Let `tracker` repeat its record of a slice for the others while the context is open."""
+        before, self._watch.known = self._watch.known, tracker.known
+        try:
+            yield
+        finally:
+            self._watch.known = before
 
     def chunked_loss(self, call: int, name: str, form: Form) -> ChunkedLoss:
         """Return the chunked loss of a node in `form`, with the kernels of the device.
@@ -115,3 +132,9 @@ class StepGraphs:
         """Return (rows, classes, width) of a head."""
         graph_module = next(module for call, module in self.distinct if call == head.call)
         return find_heads(graph_module)[head.head].shape
+
+
+def _described(graph_module: fx.GraphModule) -> Hashable:
+    """Describe what a graph without attributes computes."""
+    nodes = graph_module.graph.nodes
+    return graph_module.code, tuple(node.target for node in nodes if node.op == "call_function")

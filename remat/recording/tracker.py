@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from remat._torch.recording import DEVICE, beside_functions, untraced, unwrapped
+from remat._torch.recording import DEVICE, autograd_node, beside_functions, untraced, unwrapped
 from remat._torch.training import UnseenMode
 from remat.capture.kept_tensors import strided_parts
 from remat.evaluation.graph import FROM_HOST, OpKind
@@ -253,7 +254,8 @@ class Tracker(UnseenMode):
 
         Code whose own tensors outlive it, or that frees older ones, is recorded every time.
         """
-        block = self._blocks.get(what)
+        key = what, _place()
+        block = self._blocks.get(key)
         if block is not None:
             self.repeat(block)
             yield True
@@ -262,7 +264,7 @@ class Tracker(UnseenMode):
         yield False
         block = RecordedSpan(begin, self._now())
         if self.is_closed(block):
-            self._blocks[what] = block
+            self._blocks[key] = block
 
     def is_closed(self, block: RecordedSpan) -> bool:
         """Return whether everything that `block` made is freed, and nothing older is."""
@@ -282,6 +284,7 @@ class Tracker(UnseenMode):
             assert storage.death is not None
             birth, death = storage.birth + later, storage.death + later
             self.storages.append(dataclasses.replace(storage, birth=birth, death=death))
+        self._taken_over = None
 
     def _overwritten(self, op: int, func: Any, args: Any, out: Any) -> TrackedStorage | None:
         """Return the storage of the first argument if training would write the result over it; see `in_place.py`."""
@@ -437,3 +440,13 @@ def _as_many_heads(args: Sequence[Any]) -> list[Any]:
 def _arithmetic_dtype(args: Any, kwargs: Any, out: Any) -> str:
     floats = (t.dtype for t in _tensors(args, kwargs, out) if t.is_floating_point())
     return _name(next(floats, torch.float32))
+
+
+def _place() -> Hashable:
+    """Return what decides, beside the code itself, which operators it runs and how their storages are noted."""
+    node = autograd_node()
+    return (
+        None if node is None or isinstance(node, BackwardCFunction) else node._sequence_nr(),
+        torch.is_grad_enabled(),
+        *((torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")),
+    )
