@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from remat._torch.step_fakes import StepFakes
 from remat._torch.training import UnseenMode
-from remat.capture.composites_on_fakes import composites_on_fakes, of_step
+from remat.capture.composites_on_fakes import composites_on_fakes
 from remat.costing.device_allocator import measure_peak
 from remat.costing.planning_device import find_planning_device
 from remat.evaluation.evaluator import Memory
@@ -49,7 +50,7 @@ class Seen(UnseenMode):
 
 @contextlib.contextmanager
 def on_fakes() -> Iterator[None]:
-    with of_step(FakeTensorMode(allow_non_fake_inputs=True)), KnownValues().followed(), composites_on_fakes():
+    with StepFakes(allow_non_fake_inputs=True), KnownValues().followed(), composites_on_fakes():
         yield
 
 

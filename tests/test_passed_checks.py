@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from remat.capture.composites_on_fakes import composites_on_fakes, of_step
+from remat._torch.step_fakes import StepFakes
+from remat.capture.composites_on_fakes import composites_on_fakes
 from remat.costing.device_allocator import measure_peak
 from remat.errors import CaptureError
 from remat.evaluation.evaluator import Memory
@@ -156,7 +157,7 @@ def without_columns(reads: Any) -> Callable[[Tensor], Any]:
 
 @contextlib.contextmanager
 def on_fakes() -> Iterator[Tensor]:
-    with of_step(FakeTensorMode()), KnownValues().followed(), composites_on_fakes():
+    with StepFakes(), KnownValues().followed(), composites_on_fakes():
         yield torch.rand(4)
 
 

@@ -10,35 +10,27 @@ Rule 1  `one_hot` writes ones into zeros (`one_hot`, ATen/native/Onehot.cpp); fo
 Rule 2  `istft` looks whether its windows overlap, `cov` whether weights and degrees of freedom are positive
         (ATen/native/SpectralOps.cpp, Correlation.cpp). `corrcoef` calls `cov`.
 
-Rule 1 is for what a recorded step has on fakes (`of_step`): compilers trace with fakes of their own, and what they make
-of `one_hot` they run. Rule 2 is for captures too (`eager_answers.py`), where Dynamo would break its graph. Other
+Rule 1 is for what a recorded step has on fakes (`StepFakes`): compilers trace with fakes of their own, and what they
+make of `one_hot` they run. Rule 2 is for captures too (`eager_answers.py`), where Dynamo would break its graph. Other
 composites that look are in `recording/in_place.py`. A mode for functions was rejected: it sees neither `torch.ops` nor
 what C++ calls. As of torch 2.13; `tests/test_composites.py` compares.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from remat._torch.recording import composites_replaced, is_batched, unwrapped
+from remat._torch.step_fakes import StepFakes
 from remat._torch.training import UnseenMode
 from remat.shared import Shared
 
 Tensor = torch.Tensor
 Whole = Callable[..., Tensor]  # a composite function as torch has it
-
-_modes: weakref.WeakSet[FakeTensorMode] = weakref.WeakSet()
-
-
-def of_step(mode: FakeTensorMode) -> FakeTensorMode:
-    """Return `mode`, noted as that of a recorded step."""
-    _modes.add(mode)
-    return mode
 
 
 def one_hot(classes: Tensor, count: int) -> Tensor:
@@ -109,7 +101,7 @@ class _Comparisons(UnseenMode):
 
 def _is_of_step(tensor: Tensor) -> bool:
     fake = unwrapped(tensor)
-    return isinstance(fake, FakeTensor) and fake.fake_mode in _modes
+    return isinstance(fake, FakeTensor) and isinstance(fake.fake_mode, StepFakes)
 
 
 CHECKED = ("istft", "cov", "corrcoef")  # by Rule 2

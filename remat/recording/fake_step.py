@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from remat._torch.dynamo import tracebacks_unwritten
 from remat._torch.elsewhere import autocast_elsewhere
+from remat._torch.step_fakes import StepFakes
 from remat.capture.anchors import Signature
 from remat.capture.attention_masks import Masks, OnesSeen, eager_attention_masks, masks_of
 from remat.capture.beside_parameters import tensors_beside
 from remat.capture.causal_masks import causal_masks, note_batch
 from remat.capture.circumstances import given_to
-from remat.capture.composites_on_fakes import composites_on_fakes, of_step
+from remat.capture.composites_on_fakes import composites_on_fakes
 from remat.capture.dynamo import named_tensors, without_cache
 from remat.capture.eager_answers import Answers
 from remat.capture.elsewhere import CaptureDevice
@@ -114,7 +114,7 @@ class FakeStep:
         torch.distributions.Distribution.set_default_validate_args(False)  # reads numbers; Dynamo's first trace does so
         self.workload = workload
         self.device = device
-        self.mode = of_step(FakeTensorMode())
+        self.mode = StepFakes()
         self.loop = loop or TrainingLoop()
         self.graphs = StepGraphs(prepare)
         self.form = CAPTURED_FORM
