@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from remat.recording.tracker import Tracker
+from remat.recording.tracker import Tracker, _hashable
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "binary-cross-entropy": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y),
@@ -58,3 +59,22 @@ def test_a_product_that_is_given_the_dtype_of_its_result_is_counted() -> None:
         a, b = torch.empty(4, 8, dtype=torch.bfloat16), torch.empty(8, 2, dtype=torch.bfloat16)
         torch.addmm(torch.empty(4, 2), a, b, out_dtype=torch.float32)
     assert [kind.flops for kind in tracker.kinds.values()][-1] == 2 * 4 * 8 * 2
+
+
+def test_calls_that_differ_in_shape_strides_type_or_number_are_of_two_kinds() -> None:
+    x = torch.empty(4, 6)
+    given = [x, x.t(), x.T.contiguous(), x.bfloat16(), 1, 1.0, True, None, "1", torch.float32, torch.device("cpu")]
+    given += [
+        torch.preserve_format,
+        torch.contiguous_format,
+        torch.strided,
+        [1, 2],
+        [[1], 2],
+        [1, [2]],
+        [x],
+        [x, x],
+        [],
+    ]
+    for one, other in itertools.combinations(given, 2):
+        assert _hashable([one]) != _hashable([other]), (one, other)
+    assert _hashable([x, [x, 1]]) == _hashable([torch.empty(4, 6), [torch.empty(4, 6), 1]])

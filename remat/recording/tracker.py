@@ -103,6 +103,7 @@ class Tracker(UnseenMode):
         self.scalar_answers = False
         self._products: set[int] = set()  # ids of storages of single numbers that were multiplied in place
         self._kind_index: dict[str, int] = {}
+        self._kind_of_call: dict[Hashable, int] = {}  # the same, found without a description in JSON
         self.inner_nodes: InnerNodes | None = None  # of the forward that runs
         self._in_place = InPlace()
         self._taken_over: TrackedStorage | None = None  # the storage that the last operator would have overwritten
@@ -313,11 +314,14 @@ class Tracker(UnseenMode):
         return -(-size_bytes // self.alignment_bytes) * self.alignment_bytes
 
     def _kind(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+        call = (func, _hashable(args), *kwargs, _hashable(kwargs.values()))
+        index = self._kind_of_call.get(call)
+        if index is not None:
+            return index
         signature = [[_describe(a) for a in args], {k: _describe(v) for k, v in kwargs.items()}]
         key = f"{func} {json.dumps(signature)}"
-        index = self._kind_index.get(key)
-        if index is None:
-            index = self._kind_index[key] = len(self._kind_index)
+        index = self._kind_of_call[call] = self._kind_index.setdefault(key, len(self._kind_index))
+        if key not in self.kinds:
             self.kinds[key] = OpKind(
                 name=str(func),
                 signature=signature,
@@ -402,6 +406,21 @@ def _describe(value: Any) -> Any:
     if isinstance(value, torch.layout):
         return {"layout": _name(value)}
     return {"other": str(value)}
+
+
+def _hashable(values: Iterable[Any]) -> tuple[Hashable, ...]:
+    """Return values as a key that is equal only where `_describe` is."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found += (value.shape, value.stride(), value.dtype)
+        elif isinstance(value, (list, tuple)):
+            found.append(_hashable(value))
+        elif isinstance(value, (bool, int, float, str, torch.dtype, torch.device)) or value is None:
+            found += (type(value), value)
+        else:
+            found += (type(value), str(value))
+    return tuple(found)
 
 
 def _name(value: Any) -> str:
