@@ -308,6 +308,18 @@ def test_a_plan_and_a_refusal_say_why_a_loss_is_left_whole() -> None:
         remat.plan(workload, budget="1MiB", target="cpu")
 
 
+def read_by_the_step(model: nn.Module, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    found: dict[str, torch.Tensor] = model(*given)
+    model.correct = found["logits"].argmax(-1).eq(given[1]).float().mean()
+    return found["loss"]
+
+
+def test_a_refusal_says_that_the_step_reads_the_logits() -> None:
+    workload = dataclasses.replace(LANGUAGE, build=functools.partial(ByOperator, plain), step=read_by_the_step)
+    with pytest.raises(remat.Infeasible, match=r"The loss is not chunked: the step reads the logits\.$"):
+        remat.plan(workload, budget="1MiB", target="cpu")
+
+
 class Ungraded(Language):
     """Makes its logits where nothing gets a gradient, and a loss that learns by another way."""
 

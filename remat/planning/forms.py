@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 
 from remat.chunking.products import round_alike, rows_round_alike
 from remat.chunking.rows import RowRun
+from remat.chunking.withheld import LogitsWithheld
 from remat.costing.planning_device import PlanningDevice
 from remat.costing.profile import Profile
 from remat.errors import RematError
@@ -75,6 +76,7 @@ class StepForms:
         self._on_form = on_form or (lambda form: None)
         self._known: dict[Form, StepForm] = {}
         self._alike: dict[int, bool] = {}
+        self._refused: dict[str, None] = {}  # why no loss could be chunked
 
     @property
     def are_any(self) -> bool:
@@ -94,7 +96,8 @@ class StepForms:
                 continue
             try:
                 yield self.in_slices(slices)
-            except RematError:  # the step, or a later graph, reads the logits
+            except RematError as error:  # as where the step, or a later graph, reads the logits
+                self._refused[_reason(error)] = None
                 return
 
     def with_rows(self) -> Iterator[StepForm]:
@@ -152,7 +155,7 @@ class StepForms:
         """The same forms without those that chunk losses or MLPs."""
         other = copy.copy(self)
         other._slices = False
-        for name in ("_heads", "left_whole", "_row_runs", "_row_slices", "rows_us"):
+        for name in ("_heads", "_row_runs", "_row_slices", "rows_us"):
             vars(other).pop(name, None)
         return other
 
@@ -194,14 +197,15 @@ class StepForms:
             return []
         return [head for head, logits_bytes in self._step.graphs.heads if logits_bytes >= self._large_bytes]
 
-    @functools.cached_property
+    @property
     def left_whole(self) -> list[str]:
         """Reasons why large losses are not chunked, one each."""
         if not self._slices:
             return []
         if (why := why_whole(self._execution, self._step)) is not None:
             return [why] if any(size >= self._large_bytes for _, size in self._step.graphs.heads) else []
-        return [each.why for each in self._step.graphs.whole_losses if each.logits_bytes >= self._large_bytes]
+        large = (each.why for each in self._step.graphs.whole_losses if each.logits_bytes >= self._large_bytes)
+        return [*large, *self._refused]
 
     @functools.cached_property
     def _large_bytes(self) -> float:
@@ -234,6 +238,10 @@ class StepForms:
         found = (self._profile_in or self._recorded_in)(form)
         whole_us = self._whole.costs.step_time_us(self._whole.graph)
         return StepForm(form, found, found.costs.step_time_us(found.graph) - whole_us)
+
+
+def _reason(error: RematError) -> str:
+    return "the step reads the logits" if isinstance(error, LogitsWithheld) else str(error).rstrip(".")
 
 
 def why_whole(execution: Execution, step: FakeStep) -> str | None:
