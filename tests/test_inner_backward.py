@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 from remat._torch.training import clear_cublas_workspaces
 from remat.costing.costs import estimated_costs
@@ -153,6 +154,49 @@ def test_a_plan_trains_alike_at_the_predicted_peak_and_recomputes_for_every_back
     assert report.gradients_equal and not report.gradients_near
     once = Memory(dataclasses.replace(graph, inner=type(graph.inner)())).recomputed_nodes(regions)
     assert once < Memory(graph).recomputed_nodes(regions) <= BACKWARDS[name] * once  # not every one asks every region
+
+
+class Learner(nn.Module):
+    """Parameters that an inner loop trains in the forward, by a rate that is learned too (MAML)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.rate = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        held: dict[str, torch.Tensor] = dict(self.net.named_parameters())
+        for _ in range(2):
+            loss = (functional_call(self.net, held, (x,)) - 1).square().mean()
+            gradients = torch.autograd.grad(loss, list(held.values()), create_graph=True)
+            held = {name: p - self.rate * g for (name, p), g in zip(held.items(), gradients, strict=True)}
+        last: torch.Tensor = functional_call(self.net, held, (x,))
+        return last
+
+
+def refined(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """An inner loop around the model, whose every loss is gone before the next one."""
+    at = batch.detach().requires_grad_(True)
+    for _ in range(2):
+        at = at - 0.1 * derivative(model(at).square(), at)
+    return model(at).square().mean()
+
+
+def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("build", "step"),
+    [pytest.param(Learner, mean_square, id="of-parameters"), pytest.param(lambda: Network(4, 1), refined, id="of-x")],
+)
+def test_an_inner_loop_keeps_what_losses_saved_that_are_gone(build: Any, step: Any) -> None:
+    fake, graph = recorded(Workload("inner loop", build, lambda n, _: torch.rand(n, 4), step, 128))
+    assert graph.inner.backwards == 3
+    for choice in ("nothing", "every-block"):
+        regions = tuple(CHOICES[choice](graph))
+        alive = replay(fake, plan_by_hand(graph, regions).regions) + graph.unseen_bytes
+        assert np.array_equal(Memory(graph).curve(regions).alive_bytes, alive), choice
 
 
 def wide_penalty(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -424,13 +424,16 @@ class Recorder(Tracker):
     def settle_saves(self) -> None:
         """Drop saves for backwards that a node runs itself: their storages are alive within the node only.
 
-        (The loss in slices, `chunking/`, makes its gradients so.)
+        (The loss in slices, `chunking/`, makes its gradients so.) Not those that a graph of such a backward keeps: the
+        first loss of an inner loop may be gone, and what it saved is there until the step's own backward.
         """
         saves = []
-        asked_inside = {number for number, _ in self._asked_inside}
+        kept: dict[int, int] = {}
+        for (number, _), request in self._asked_inside.items():
+            kept[number] = max(kept.get(number, -1), request["kept"])
         for row in self._saved_tensors:
             end = self._nodes[row["node"]]["end"]
-            asked = 0 <= row["unpack"] < end or row["number"] in asked_inside
+            asked = 0 <= row["unpack"] < end or kept.get(row["number"], end) < end
             if not (asked and 0 <= row["release"] < end):
                 saves.append(row)
             elif row["storage"] != FIXED_STORAGE:
@@ -442,9 +445,11 @@ class Recorder(Tracker):
     def graph(self, fixed: dict[str, int], about: dict[str, Any]) -> Graph:
         last = self.op_count - 1
         release = [last if row["release"] < 0 else row["release"] for row in self._saved_tensors]
+        for number, request in self._saved_of_given.items():
+            request["kept"] = max(request["kept"], release[number])
         self._settle_effects()
         self.settle_saves()
-        inner = self._inner_backward(last, release)
+        inner = self._inner_backward(last)
         nodes = tuple(Node(**node) for node in self._nodes)
         storages = Storages(
             size_bytes=_column(s.size_bytes for s in self.storages),
@@ -475,10 +480,8 @@ class Recorder(Tracker):
             inner=inner,
         )
 
-    def _inner_backward(self, last: int, release: list[int]) -> InnerBackward:
+    def _inner_backward(self, last: int) -> InnerBackward:
         """Return the requests of backwards within the forward, and how long their graphs keep their inputs."""
-        for number, request in self._saved_of_given.items():
-            request["kept"] = max(request["kept"], release[number])
         place = {row["number"]: index for index, row in enumerate(self._saved_tensors)}
         requests = [request for request in self._asked_inside.values() if request["row"] in place]
         return InnerBackward(
