@@ -124,6 +124,10 @@ def largest(x: Tensor) -> Tensor:
     return x.max() + 0 * x.median()
 
 
+def reflected(x: Tensor) -> Tensor:
+    return torch.linalg.householder_product(x[:, :64], x[0, :48]).sum()
+
+
 def transposed(x: Tensor) -> Tensor:
     """A linear layer of what is not contiguous adds its bias to a product."""
     tokens = x[:, :8].reshape(2, WIDTH // 2, 8).transpose(0, 1)
@@ -171,6 +175,7 @@ TOYS = [
     attended,
     told_apart_by_weight,
     largest,
+    reflected,
     transposed,
     transposed_by_hand,
     attended_across,

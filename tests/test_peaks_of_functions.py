@@ -190,6 +190,8 @@ FUNCTIONS: dict[str, dict[str, Function]] = {
         "attention, masked": lambda x: attended(x, attn_mask=torch.ones(WIDTH, WIDTH).tril().bool()),
         "fft": lambda x: torch.fft.rfft(x).abs(),
         "solve": lambda x: torch.linalg.solve(x + 100 * torch.eye(WIDTH), other()),
+        "householder_product": lambda x: torch.linalg.householder_product(x[:, :64], x[0, :64]),
+        "ormqr": lambda x: torch.ormqr(x[:, :64], x[0, :64], other()),
         "cholesky": lambda x: torch.linalg.cholesky(x @ x.T + 100 * torch.eye(WIDTH)),
     },
 }

@@ -22,6 +22,9 @@ Rule 5  The backward of `binary_cross_entropy_with_logits` writes all that it co
 Rule 6  On a CPU the gradient of the largest element of all is written into zeros that are made before equal elements
         are counted (`evenly_distribute_backward`, torch/csrc/autograd/FunctionsManual.cpp). Fakes do as CUDA does, and
         make the result last; the first mask of theirs is taken to be the zeros, less a mask.
+Rule 7  The backward of `householder_product`, and of `ormqr`, writes columns into zeros that it makes before the first
+        one (`householder_product_backward`, torch/csrc/autograd/FunctionsManual.cpp). Fakes join the columns at the
+        end; the first of theirs is taken to have the zeros beside it.
 
 Operators are not replaced. One that would be in place is taken to have its first argument's storage over: that ends
 when the operator begins, provided that it is let go before the next operator, which is so if nothing else holds it. A
@@ -34,7 +37,7 @@ one of the engine's; there, one gradient too many is predicted, as before.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +58,7 @@ _WRITES_INTO_ZEROS = {
 }
 _LOGITS = "BinaryCrossEntropyWithLogitsBackward0"
 _OF_ALL = {f"{name}Backward{number}" for name in ("Max", "Min", "Median", "Nanmedian") for number in (0, 1)}
+_OF_COLUMNS = {"LinalgHouseholderProductBackward0", "OrmqrBackward0"}
 _COMPUTES = {aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
 
 _depth = {"model": 0, "attention": 0, "linear": 0}  # backward may run in another thread than forward: not thread-local
@@ -81,6 +85,12 @@ def with_zeros(func: Any, args: Any, out: Any) -> Any:
     if node is None or node.name() not in _OF_ALL:
         return out
     return out.new_empty(args[0].nbytes - out.nbytes).as_strided(out.shape, out.stride())
+
+
+def written_columns(func: Any, args: Any) -> Sequence[torch.Tensor]:
+    """Return the columns that an operator joins, and that training writes into zeros. (Rule 7)"""
+    node = autograd_node() if func is aten.cat.default else None
+    return args[0] if node is not None and node.name() in _OF_COLUMNS else ()
 
 
 def is_held_meanwhile(func: Any) -> bool:

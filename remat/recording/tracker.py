@@ -29,7 +29,7 @@ from remat._torch.recording import DEVICE, autograd_node, beside_functions, untr
 from remat._torch.training import UnseenMode
 from remat.capture.kept_tensors import strided_parts
 from remat.evaluation.graph import FROM_HOST, OpKind
-from remat.recording.in_place import InPlace, is_held_meanwhile, with_zeros
+from remat.recording.in_place import InPlace, is_held_meanwhile, with_zeros, written_columns
 from remat.recording.inner_nodes import InnerNodes
 from remat.recording.layouts import laid_out, with_ones_laid_out
 from remat.recording.reserves import with_reserve
@@ -188,6 +188,10 @@ class Tracker(UnseenMode):
         self._taken_over = self._overwritten(op, func, args, out)
         if self._taken_over is not None and is_held_meanwhile(func):
             self._taken_over.over_by = op
+        for place, column in enumerate(written_columns(func, args)):
+            tracked = self.storages[self._ids[id(column.untyped_storage())]]
+            tracked.over_by = op
+            tracked.size_bytes += 0 if place else self.bytes_of(out)
         for tensor in born:
             self._follow(tensor, op, cast=func in _MADE_AGAIN)
         if self.scalar_answers and func._schema.name in _PRODUCTS:
