@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.nn.utils import parametrizations, parametrize
 
 from remat import models
 from remat.capture.anchors import identity_of
@@ -235,6 +237,39 @@ def test_a_plan_made_for_another_spelling_comes_back(there: str) -> None:
     assert {v for r in again for v in r.saved if planned.nodes[v].anchor} == {
         v for r in regions for v in r.saved if planned.nodes[v].anchor
     }
+
+
+class CachedWeights(nn.Module):
+    """Layers whose weights are computed once for two calls of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with parametrize.cached():
+            for layer in (*self.layers, *self.layers):
+                x = x + F.gelu(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("change", [lambda model: model, copy.deepcopy], ids=["as-built", "copied"])
+def test_a_layer_has_its_name_though_its_weight_is_cached(change: Callable[[nn.Module], nn.Module]) -> None:
+    batch = torch.randn(8, WIDTH)
+
+    def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(batch).square().mean()
+        return found
+
+    workload = Workload("cached", CachedWeights, lambda n, _: torch.randn(n, WIDTH), step, batch_size=8)
+    graph = recorded(workload)[1]
+    assert {node.module for node in graph.nodes if node.op == "linear"} == {"layers.0", "layers.1"}
+    model = change(CachedWeights())
+    expected = torch.autograd.grad(step(model, batch), list(model.parameters()))
+    apply(model, plan_by_hand(graph, half_saved(graph)), on_larger="refuse")
+    step(model, batch).backward()
+    assert counts_of(model).regions > 0
+    assert all(map(torch.equal, [p.grad for p in model.parameters() if p.grad is not None], expected))
 
 
 # What costs is another graph

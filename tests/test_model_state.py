@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.utils import parametrizations, parametrize
 
 from remat.capture import model_state
 from remat.capture.code_names import globals_in
@@ -629,6 +630,15 @@ def test_a_copy_has_forwards_and_generators_of_its_own() -> None:
         twin.layer[0].bias.zero_()
     assert twin.layer[0](torch.ones(1, 2)).eq(0).all() and not inner(torch.ones(1, 2)).eq(0).all()
     assert twin.generators[0] is not model.generators[0]
+
+
+def test_a_copy_of_a_parametrized_module_holds_itself_alone() -> None:
+    model: Any = nn.Sequential(parametrizations.orthogonal(nn.Linear(4, 2), orthogonal_map="householder"))
+    twin: Any = copied(model, {})
+    assert type(twin[0]).__name__ == type(model[0]).__name__ and ModelState(twin).unregistered == []
+    with parametrize.cached():
+        assert torch.equal(model[0].weight, twin[0].weight) and model[0].weight is not twin[0].weight
+    assert copied(twin, {})(torch.ones(1, 4)).equal(model(torch.ones(1, 4)))
 
 
 def test_an_attribute_that_has_the_name_of_a_global_is_none() -> None:

@@ -26,6 +26,9 @@ from remat.evaluation.writes import written_for_long
 _MAY_VIEW = frozenset({"contiguous", "flatten", "reshape", "reshape_as", "to", "unflatten", "view_as"})
 
 _OWNER = re.compile(r"^L\['\w+'\](?:.*__self__)?\.?")  # Dynamo's name of the model, or of its forward's wrapper
+_CACHED = re.compile(  # ... a module with a cached parametrization, after a first read: what its class's property holds
+    r"dict\(type\((.+?)\)\.__dict__\)\['\w+'\]\.fget(?:\.__closure__\[\d+\]\.cell_contents){2}"
+)
 _CHILD = re.compile(r"\.__dict__\['_modules'\]\['([^']+)'\]")  # ... a child of a class with a __getattr__ of its own
 
 
@@ -123,7 +126,7 @@ def put_under(path: str, graph_module: fx.GraphModule) -> None:
 @functools.lru_cache(maxsize=1 << 16)  # every node asks for those of all modules around it
 def _module_path(path: str) -> str:
     """Return a path as `named_modules` gives it, from Dynamo's name of the module."""
-    return _OWNER.sub("", _CHILD.sub(r".\1", path))
+    return _OWNER.sub("", _CHILD.sub(r".\1", _CACHED.sub(r"\1", path)))
 
 
 def updates_statistics(node: fx.Node) -> bool:

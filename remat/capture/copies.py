@@ -1,7 +1,8 @@
 """Copies of models: `copy.deepcopy`, and what a library put around a forward.
 
 Such a wrapper is a function that closes over methods and modules of the model. A plain copy would go on
-calling those of the original.
+calling those of the original. A parametrized module has a class of its own, whose properties close over it: a plain
+copy would hold the original by them, and share its cached weights.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from remat.capture.model_state import ModelState
 
@@ -34,6 +36,8 @@ def copied(
     for twin in made.modules():
         if isinstance(forward := twin.__dict__.get("forward"), types.MethodType):
             twin.forward = types.MethodType(_rebound(forward.__func__, memo), forward.__self__)
+        if is_parametrized(twin):
+            twin.__class__ = _with_own_properties(type(twin), memo)
     return made
 
 
@@ -44,6 +48,15 @@ def _like(generator: torch.Generator) -> torch.Generator:
     made = torch.Generator(generator.device)
     made.set_state(generator.get_state())
     return made
+
+
+def _with_own_properties(kind: type, twins: Mapping[int, Any]) -> type:
+    """Return a class like that of a parametrized module, with properties that close over its copy."""
+    table = {name: each for name, each in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    for name, each in table.items():
+        if isinstance(each, property):
+            table[name] = property(*(_rebound(part, twins) for part in (each.fget, each.fset, each.fdel)))
+    return type(kind)(kind.__name__, kind.__bases__, table)
 
 
 def _rebound(function: Any, twins: Mapping[int, Any]) -> Any:
