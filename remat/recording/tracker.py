@@ -188,10 +188,11 @@ class Tracker(UnseenMode):
         self._taken_over = self._overwritten(op, func, args, out)
         if self._taken_over is not None and is_held_meanwhile(func):
             self._taken_over.over_by = op
-        for place, column in enumerate(written_columns(func, args)):
-            tracked = self.storages[self._ids[id(column.untyped_storage())]]
-            tracked.over_by = op
-            tracked.size_bytes += 0 if place else self.bytes_of(out)
+        columns = {self.storage_of(column): None for column in written_columns(func, args)}
+        for place, index in enumerate(columns):
+            if index != FIXED_STORAGE:
+                self.storages[index].over_by = op
+                self.storages[index].size_bytes += 0 if place else self.bytes_of(out)
         for tensor in born:
             self._follow(tensor, op, cast=func in _MADE_AGAIN)
         if self.scalar_answers and func._schema.name in _PRODUCTS:
