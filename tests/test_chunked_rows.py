@@ -563,6 +563,37 @@ def test_a_slice_that_is_repeated_is_noted_as_if_it_ran(
     assert curve == alone_curve
 
 
+class Alternating(Model):
+    """Halves alike, in 16 bits; every second one runs under autocast, in which CUDA widens `softplus`."""
+
+    def __init__(self) -> None:
+        super().__init__(Soft)
+        self.to(torch.bfloat16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for number, (mixer, half) in enumerate(zip(self.mixers, self.halves, strict=True)):
+            x = x + mixer(x).cumsum(1).tanh()
+            with torch.autocast("cuda", torch.bfloat16, enabled=number % 2 == 1):
+                x = half(x)
+        return x.float().square().mean()
+
+
+class Soft(Half):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.softplus(self.up(self.norm(x))))
+
+
+@pytest.mark.cuda
+def test_a_slice_is_not_repeated_under_another_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = fake_step(dataclasses.replace(workload(Soft), build=Alternating), find_planning_device("cuda"))
+    record(fake)
+    with fake.in_form(Form(rows=5)):
+        found = noted(fake)
+        monkeypatch.setattr(Tracker, "known", one_by_one)
+        assert noted(fake) == found
+
+
 def noted(fake: FakeStep) -> tuple[Any, list[int]]:
     """The record of a step, column by column, and the bytes alive under a plan of every block."""
     graph = record(fake)

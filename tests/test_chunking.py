@@ -316,7 +316,9 @@ def read_by_the_step(model: nn.Module, given: tuple[torch.Tensor, torch.Tensor])
 
 def test_a_refusal_says_that_the_step_reads_the_logits() -> None:
     workload = dataclasses.replace(LANGUAGE, build=functools.partial(ByOperator, plain), step=read_by_the_step)
-    with pytest.raises(remat.Infeasible, match=r"The loss is not chunked: the step reads the logits\.$"):
+    with pytest.raises(
+        remat.Infeasible, match=r"The loss is not chunked: the step reads the logits, or the forward does after a"
+    ):
         remat.plan(workload, budget="1MiB", target="cpu")
 
 

@@ -632,6 +632,24 @@ def test_a_copy_has_forwards_and_generators_of_its_own() -> None:
     assert twin.generators[0] is not model.generators[0]
 
 
+class Parametrized(nn.Linear):
+    """Names a table of its own as torch does."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.parametrizations = nn.ModuleDict({"log": nn.Tanh()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.parametrizations["log"](super().forward(x))
+        return found
+
+
+def test_a_copy_keeps_a_class_that_only_looks_parametrized() -> None:
+    model = Parametrized()
+    twin = copied(model, {})
+    assert type(twin) is Parametrized and torch.equal(twin(torch.ones(2, 4)), model(torch.ones(2, 4)))
+
+
 def test_a_copy_of_a_parametrized_module_holds_itself_alone() -> None:
     model: Any = nn.Sequential(parametrizations.orthogonal(nn.Linear(4, 2), orthogonal_map="householder"))
     twin: Any = copied(model, {})

@@ -36,7 +36,7 @@ def copied(
     for twin in made.modules():
         if isinstance(forward := twin.__dict__.get("forward"), types.MethodType):
             twin.forward = types.MethodType(_rebound(forward.__func__, memo), forward.__self__)
-        if is_parametrized(twin):
+        if _has_properties_of_torch(twin):
             twin.__class__ = _with_own_properties(type(twin), memo)
     return made
 
@@ -48,6 +48,12 @@ def _like(generator: torch.Generator) -> torch.Generator:
     made = torch.Generator(generator.device)
     made.set_state(generator.get_state())
     return made
+
+
+def _has_properties_of_torch(module: nn.Module) -> bool:
+    """Return whether the class of `module` is one that torch made for its parametrizations."""
+    own = vars(type(module))
+    return is_parametrized(module) and all(isinstance(own.get(name), property) for name in module.parametrizations)  # type: ignore[union-attr]
 
 
 def _with_own_properties(kind: type, twins: Mapping[int, Any]) -> type:

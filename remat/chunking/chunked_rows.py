@@ -134,9 +134,9 @@ class ChunkedRows:
         flat, given = rows.detach().flatten(0, -2), gradient.flatten(0, -2)
         with under():
             leaves = [_leaf(each, asks) for each, asks in zip(self._prepared(beside), wanted[1:], strict=True)]
+            known_work = self._known_work("backward", (flat, given, *leaves), wanted)
         of_rows = torch.empty_like(flat) if wanted[0] else None
         sums: list[Tensor | None] = [None] * len(leaves)
-        known_work = self._known_work("backward", (flat, given, *leaves), wanted)
         for cut in row_slices(flat.shape[0], self.slices):
             with known_work(cut) as is_known:
                 if is_known:
@@ -163,11 +163,16 @@ class ChunkedRows:
     def _known_work(
         self, phase: str, given: Sequence[Any], wanted: Sequence[bool]
     ) -> Callable[[slice], contextlib.AbstractContextManager[bool]]:
-        """Return the context of a slice; the first one, which allocates what all write to, equals no other."""
+        """Return the context of a slice; the first one, which allocates what all write to, equals no other.
+
+        Call this under the autocast in which slices run.
+        """
         if self.watch.known is anew:  # in training
             return lambda cut: anew(phase)
         run = self if self.alike is None else self.alike
-        work = (run, phase, *map(_layout, given), *wanted)
+        kind = given[0].device.type
+        autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        work = (run, phase, autocast, *map(_layout, given), *wanted)
         return lambda cut: self.watch.known((*work, cut.stop - cut.start)) if cut.start else anew(work)
 
     def _prepared(self, beside: Sequence[Any]) -> list[Any]:

@@ -241,7 +241,9 @@ class StepForms:
 
 
 def _reason(error: RematError) -> str:
-    return "the step reads the logits" if isinstance(error, LogitsWithheld) else str(error).rstrip(".")
+    if isinstance(error, LogitsWithheld):
+        return "the step reads the logits, or the forward does after a graph break"
+    return str(error).rstrip(".")
 
 
 def why_whole(execution: Execution, step: FakeStep) -> str | None:

@@ -414,7 +414,7 @@ def _describe(value: Any) -> Any:
 
 
 def _hashable(values: Iterable[Any]) -> tuple[Hashable, ...]:
-    """Return values as a key that is equal only where `_describe` is."""
+    """Return values as a key that is equal only where `_describe` is, or differs by the sign of a zero."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, torch.Tensor):
