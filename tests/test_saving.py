@@ -293,6 +293,17 @@ def _cast_and_written(x: Tensor) -> Tensor:
     return x.to(torch.float64).detach().mul_(2).to(x.dtype) * torch.rand_like(x).add_(1) * x
 
 
+def _written_and_cast(x: Tensor) -> Tensor:
+    """Casts of a result before and after writes to it, as in `quantile`, and a cast of such a cast."""
+    ranks = 10 * x.detach().cos()
+    first = ranks.to(torch.int64)
+    second = first.to(torch.float64)
+    third = ranks.ceil_().to(torch.int64)
+    fourth = ranks.mul_(2).to(torch.float64)
+    below, above = second.to(x.dtype), third.to(x.dtype)  # the products keep these casts for backward
+    return x * below * (x * above) * (x * fourth.to(x.dtype)) * torch.rand_like(x)
+
+
 @torch.library.custom_op("remat_saving::fill", mutates_args=("scratch",), tags=SEEDED)
 def _fill(x: Tensor, scratch: Tensor) -> Tensor:
     scratch.copy_(torch.rand_like(x))
@@ -323,6 +334,8 @@ def _custom_list(x: Tensor) -> Tensor:
         pytest.param(_out, id="out"),
         pytest.param(_foreach, id="foreach"),
         pytest.param(_cast_and_written, id="cast-and-written"),
+        pytest.param(_written_and_cast, id="written-and-cast"),
+        pytest.param(lambda x: torch.quantile(x, 0.3, dim=-1, keepdim=True) * F.dropout(x), id="quantile"),
         pytest.param(_custom, id="custom-operator"),
         pytest.param(_custom_list, id="custom-operator-without-a-result"),
         pytest.param(lambda x: F.dropout(x.to(torch.bfloat16)).to(x.dtype), id="casts"),

@@ -4,7 +4,8 @@ A node is often several operators: casts, views, a product, a sum in place. Each
 tensors that it returned:
 
   a view, or a number   runs again: it takes neither time nor memory; also a view in place, which writes no data
-  a cast                runs again: autocast may have remembered it in forward, and not now, or the other way round
+  a cast                runs again: autocast may have remembered it in forward, and not now, or the other way round;
+                        but one of a kept result that is written to later is kept: it would be of what was written
   a write               is left out where it goes to what is kept, which is final; elsewhere (a cast) it runs again
   everything else       is kept, result by result, and given back without running the operator: tensors that are new,
                         tensors in tuples and lists, numbers and None beside them as they are. A tensor that lies in
@@ -98,10 +99,11 @@ class Tape:
     results  (operator, its result with a `_Kept` or an `_Argument` in place of every tensor)
     kept     every `_Kept` in them
     writes   whether an operator wrote to something
+    casts    kept casts, by their number among those of kept results
     copied   whether the kept tensors are copies, since another node writes to the results
     """
 
-    __slots__ = ("copied", "kept", "results", "writes")
+    __slots__ = ("casts", "copied", "kept", "results", "writes")
 
     def send(self, storage: int, pack: Callable[[torch.Tensor], MaybeOnHost]) -> None:
         """Send kept tensors in `storage` to where `pack` puts them."""
@@ -113,6 +115,7 @@ class Tape:
     def __init__(self) -> None:
         self.results: list[tuple[Any, Any]] = []
         self.kept: list[_Kept] = []
+        self.casts: dict[int, _Kept] = {}
         self.writes = False
         self.copied = False
 
@@ -167,9 +170,11 @@ class Save(LeanMode):
         self.tape = Tape()
         self.drawn = False
         self._made: set[int] = set()  # storages of casts
+        self._casts: list[tuple[int, _Kept]] = []  # of kept results, and of such casts: each one's source and result
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._casts.clear()
         self.tape.note_versions()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -179,10 +184,13 @@ class Save(LeanMode):
             return out
         if func is _CAST:
             self._made.add(storage_of(out))
+            if (source := storage_of(args[0])) in self._own | {storage_of(cast.tensor) for _, cast in self._casts}:
+                self._casts.append((source, _Kept(_apart(out))))
             return out
         if traits.writes:
             self.tape.writes = True  # so there is no recipe: it keeps a view, of which autograd refuses a view in place
             self._require_own(func, args, kwargs)
+            self._keep_casts({storage_of(tensor) for tensor in written(func, args, kwargs)})
         if traits.relabels:
             return out
         if traits.returns:
@@ -194,9 +202,20 @@ class Save(LeanMode):
     def has_cast(self) -> bool:
         return bool(self._made)
 
+    @property
+    def _own(self) -> set[int]:
+        """The storages of kept results."""
+        return {storage_of(kept.tensor) for kept in self.tape.kept}
+
+    def _keep_casts(self, changed: set[int]) -> None:
+        for number, (source, cast) in enumerate(self._casts):
+            if source in changed and number not in self.tape.casts:
+                self.tape.casts[number] = cast
+                self.tape.kept.append(cast)
+
     def _require_own(self, func: Any, args: Any, kwargs: Any) -> None:
         """Refuse a write to a tensor that the node did not create: it can be neither skipped nor repeated."""
-        own = {storage_of(kept.tensor) for kept in self.tape.kept} | self._made
+        own = self._own | self._made
         if any(storage_of(tensor) not in own for tensor in written(func, args, kwargs)):
             raise RematError(
                 f"operator {func} writes to a value that its node did not make, and so the node cannot be saved; "
@@ -338,24 +357,37 @@ class Replay(LeanMode):
         # Storages of kept tensors; only writes look them up.
         self._final = {storage_of(kept.tensor) for kept in tape.kept} if tape.writes else set()
         self._results = tape.results[::-1]  # a result that is handed out is let go
+        self._casts, self._cast_count = dict(tape.casts), 0
+        self._cast: set[int] = set()  # storages of casts of kept results that ran again
         if not again:
             tape.results.clear()
             tape.kept.clear()
+            tape.casts.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         traits = traits_of(func)
         if traits.makes_nothing or traits.relabels:
             return func(*args, **kwargs) if kwargs else func(*args)
         if func is _CAST:
-            out = func(*args, **kwargs) if kwargs else func(*args)
-            self._final.discard(storage_of(out))  # the storage that had this address is gone
-            return out
+            return self._cast_again(func, args, kwargs)
         value = self._next(func) if traits.returns else None
         if traits.writes and any(storage_of(t) not in self._final for t in written(func, args, kwargs)):
             func(*args, **(kwargs or {}))
         if type(value) is _Kept:
             return self._given_back(value)
         return self._decoded(value, list(tensors_of(args, kwargs)))
+
+    def _cast_again(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        is_of_kept = storage_of(args[0]) in self._final | self._cast
+        self._cast_count += is_of_kept
+        if is_of_kept and (kept := self._casts.pop(self._cast_count - 1, None)) is not None:
+            return self._given_back(kept)
+        out: torch.Tensor = func(*args, **kwargs) if kwargs else func(*args)
+        self._final.discard(storage_of(out))  # the storage that had this address is gone
+        self._cast.discard(storage_of(out))
+        if is_of_kept:
+            self._cast.add(storage_of(out))
+        return out
 
     def _next(self, func: Any) -> Any:
         """Return the recorded result of the next operator, which must be `func`."""
@@ -370,7 +402,12 @@ class Replay(LeanMode):
     def _given_back(self, kept: _Kept) -> torch.Tensor:
         if not self._again:
             return kept.tensor
-        return kept.tensor.clone() if self._copied else _apart(kept.tensor)
+        if not self._copied:
+            return _apart(kept.tensor)
+        found = kept.tensor.clone()
+        if self._final:  # the node writes to it
+            self._final.add(storage_of(found))
+        return found
 
     def _decoded(self, value: Any, given: list[torch.Tensor]) -> Any:
         """Decode a value of `_encoded` with the tensors of this recomputation."""
