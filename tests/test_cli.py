@@ -121,6 +121,11 @@ def test_a_budget_above_the_target_is_planned_with_a_warning(remat: Remat) -> No
     assert "warning: the budget of 100.00 GiB is more than the 79.10 GiB of h100-80gb" in ran.stderr
 
 
+def test_a_share_of_the_step_is_held_against_the_target_in_bytes(remat: Remat) -> None:
+    """Twice a step of a few MiB is no more than the card has."""
+    assert "more than" not in remat(*stack(budget="200%step")).stderr
+
+
 @pytest.mark.exhaustive
 def test_the_least_budget_is_named_and_is_the_least(remat: Remat) -> None:
     refused = remat(*stack("--json", "--no-advice", budget="66MiB"))

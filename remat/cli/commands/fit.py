@@ -58,7 +58,7 @@ def fit(
         found = opened(step, line)
         assert found.spec is not None and found.place is not None
         request = wanted.request(line, step, budget)
-        warn_of_budget(request.limit(found.place), found.target)
+        warn_of_budget(request, found.place)
         sizing = Sizing.of(workload_of(found.spec), request, found.place, found.loop, line.say)
         if global_batch is not None:
             fit = fitted(sizing, global_batch)

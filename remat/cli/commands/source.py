@@ -60,14 +60,22 @@ class Source:
         if self.place is None:
             place = PlanningDevice(self.target, None)
             request.require(place, self.loop, has_model=False)
-            warn_of_budget(request.limit(place), self.target)
-            return study_of(self.record()[0], request, place, **callbacks)
+            warn_of_budget(request, place)
+            return self._warned(study_of(self.record()[0], request, place, **callbacks))
         assert self.spec is not None
         request.require(self.place, self.loop)
-        warn_of_budget(request.limit(self.place), self.target)
+        warn_of_budget(request, self.place)
         line.say(f"recording {self.spec.model}")
         workload = workload_of(self.spec)
-        return studied(workload, request, self.place, self.loop, on_progress=line.measured, **callbacks)
+        return self._warned(studied(workload, request, self.place, self.loop, on_progress=line.measured, **callbacks))
+
+    def _warned(self, study: Study) -> Study:
+        """Warn of a budget that is a share of the step, now that the step is known."""
+        from remat.planning.budget import is_share_of_step
+
+        if is_share_of_step(study.request.budget):
+            _warn_of(study.budget, self.target)
+        return study
 
 
 def opened(options: StepOptions, line: LiveLine) -> Source:
@@ -186,8 +194,16 @@ def levers_of(found: Source, profile: Profile, step: FakeStep, line: LiveLine) -
     )
 
 
-def warn_of_budget(limit: Budget | None, target: Target) -> None:
-    """Warn if the budget is more than the target has."""
+def warn_of_budget(request: PlanRequest, place: PlanningDevice) -> None:
+    """Warn if the budget is more than the target has, unless only a record of the step will tell."""
+    from remat.planning.budget import is_share_of_step
+
+    limit = request.limit(place)  # it checks shares too
+    if not is_share_of_step(request.budget):
+        _warn_of(limit, place.target)
+
+
+def _warn_of(limit: Budget | None, target: Target) -> None:
     from remat.cli.screen import tell
 
     if limit is not None and limit.given_bytes > target.memory_bytes:
