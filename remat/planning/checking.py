@@ -42,6 +42,7 @@ class Verdict:
     Attributes:
         needed_bytes: The peak of the step.
         limit_bytes: The available bytes, less the margin.
+        margin_bytes: The bytes of the budget that stay free.
         is_reserved: Whether both are reserved bytes, simulated; else requested bytes.
         change: The least change that fits, in words; None if the step fits, or if no change that was tried does.
         added: The share of the step's time that the change adds, if it is a plan.
@@ -58,6 +59,7 @@ class Verdict:
     is_reserved: bool
     change: str | None = None
     added: float | None = None
+    margin_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -67,7 +69,8 @@ class Verdict:
     def __str__(self) -> str:
         what = "reserved by the allocator, simulated" if self.is_reserved else "requested"
         step = f"{self.workload} on {self.target} {'fits' if self.fits else 'does not fit'}"
-        line = f"{step}: {gib(self.needed_bytes)} {what}, limit {gib(self.limit_bytes)}"
+        margin = f" after a margin of {gib(self.margin_bytes)}" if self.margin_bytes else ""
+        line = f"{step}: {gib(self.needed_bytes)} {what}, limit {gib(self.limit_bytes)}{margin}"
         return line if self.fits else f"{line}. {self.change or 'No change that was tried fits.'}"
 
     def to_json(self) -> dict[str, Any]:
@@ -128,7 +131,8 @@ def verdict_of(
     is_replayed = plan is not None and not load(plan.execution).runs_as_evaluated
     replayed_bytes = plan.predicted["peak_bytes"] if plan is not None and is_replayed else 0
     needed, is_reserved = needed_bytes(found, limit, replayed_bytes)
-    verdict = Verdict(found.about["workload"], found.target, needed, limit_bytes(limit), is_reserved)
+    about = (found.about["workload"], found.target, needed, limit_bytes(limit), is_reserved)
+    verdict = Verdict(*about, margin_bytes=limit.given_bytes - limit.limit_bytes)
     if verdict.fits:
         return verdict
     if plan is None and (setting := setting_that_fits(found, limit)):

@@ -96,7 +96,11 @@ class SweepScreen:
 
         found, plain = self.sweep, self.sweep.without_checkpointing
         yield Text(heading(found.about, found.target, found.costs) + "\n")
-        without = ("without checkpointing", gib(plain["peak_bytes"]), f"{ms(plain['step_time_us'])} a step")
+        without = (
+            "without checkpointing",
+            gib(plain["peak_bytes"]),
+            f"{ms(plain['step_time_us'])} a step on the device",
+        )
         yield Text(aligned([without]) + "\n")
         unit = gib(plain["peak_bytes"]).split()[1]
         hosted = any(point.host_bytes for point in found.points)
