@@ -178,13 +178,13 @@ class ChunkedLoss:
         for number, cut in enumerate(slices_of(rows.shape[0], self.slices)):
             if number and self.watch.behind_slice is not None:
                 self.watch.behind_slice(number)
-            with self._part("slice", cut) as is_known:
+            with self._part("slice", cut, wanted) as is_known:
                 if is_known:
                     continue
                 logits = F.linear(rows[cut], weight, bias)
                 most = min(PIECE // weight.shape[0], -(-(cut.stop - cut.start) // PIECES))
                 for piece in cuts(cut.start, cut.stop, most):
-                    with self._part("piece", piece) as is_known:
+                    with self._part("piece", piece, wanted) as is_known:
                         if is_known:
                             continue
                         here = logits[piece.start - cut.start : piece.stop - cut.start]
@@ -208,9 +208,9 @@ class ChunkedLoss:
         assert losses is not None
         return losses, of_rows, Sums(of_weight.total, of_bias.total)
 
-    def _part(self, what: str, rows: slice) -> contextlib.AbstractContextManager[bool]:
+    def _part(self, what: str, rows: slice, wanted: tuple[bool, bool, bool]) -> contextlib.AbstractContextManager[bool]:
         """Return the context of a slice or a piece; the first one, which allocates the sums, equals no other."""
-        return self.watch.known((self, what, rows.stop - rows.start)) if rows.start else anew(what)
+        return self.watch.known((self, what, rows.stop - rows.start, *wanted)) if rows.start else anew(what)
 
     def reduced(self, row_losses: Tensor, labels: Tensor, numbers: tuple[Any, ...]) -> Tensor:
         """Reduce the losses of all rows to one loss. (Rule 1)"""
