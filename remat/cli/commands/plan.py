@@ -178,7 +178,8 @@ def _answer(plan: Plan, path: Path, *, replayed: bool, lengths: Sequence[int]) -
             f"no plan of its own for {tokens} tokens: none was found, or the next one adds less than 1 % of the step"
         )
     if not any(each.offload for each in plan.alternatives):
-        notes.append("--menu compares this plan with bitwise gradients, fused kernels and activation offloading")
+        others = "bitwise gradients, fused kernels and " if replayed else ""  # they are recorded anew
+        notes.append(f"--menu compares this plan with {others}activation offloading")
     notes += [f"wrote {path}", f"next: remat validate {path}"]
     if plan.solver.get("interrupted"):
         notes.append("interrupted: this is the best plan so far; more time may find or prove a better one")
