@@ -5,7 +5,8 @@ tensors that it returned:
 
   a view, or a number   runs again: it takes neither time nor memory; also a view in place, which writes no data
   a cast                runs again: autocast may have remembered it in forward, and not now, or the other way round;
-                        but one of a kept result that is written to later is kept: it would be of what was written
+                        but integers made of a kept result that is written to later are kept: they would be of what
+                        was written (`quantile`)
   a write               is left out where it goes to what is kept, which is final; elsewhere (a cast) it runs again
   everything else       is kept, result by result, and given back without running the operator: tensors that are new,
                         tensors in tuples and lists, numbers and None beside them as they are. A tensor that lies in
@@ -99,7 +100,7 @@ class Tape:
     results  (operator, its result with a `_Kept` or an `_Argument` in place of every tensor)
     kept     every `_Kept` in them
     writes   whether an operator wrote to something
-    casts    kept casts, by their number among those of kept results
+    casts    kept casts to integers, by their number among those of kept results
     copied   whether the kept tensors are copies, since another node writes to the results
     """
 
@@ -152,6 +153,12 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+def _makes_integers(kwargs: Any) -> bool:
+    """Return whether a cast is one to integers: as it is held until its node ends, others would change a peak."""
+    dtype = kwargs.get("dtype") if kwargs else None
+    return dtype is not None and not dtype.is_floating_point and not dtype.is_complex
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """Return a number that identifies the storage of `tensor` among those alive; a sparse tensor has its own."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
@@ -170,7 +177,7 @@ class Save(LeanMode):
         self.tape = Tape()
         self.drawn = False
         self._made: set[int] = set()  # storages of casts
-        self._casts: list[tuple[int, _Kept]] = []  # of kept results, and of such casts: each one's source and result
+        self._casts: list[tuple[int, _Kept]] = []  # to integers, of kept results and such casts: source and result
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -184,7 +191,7 @@ class Save(LeanMode):
             return out
         if func is _CAST:
             self._made.add(storage_of(out))
-            if (source := storage_of(args[0])) in self._own | {storage_of(cast.tensor) for _, cast in self._casts}:
+            if _makes_integers(kwargs) and (source := storage_of(args[0])) in self._own | self._cast:
                 self._casts.append((source, _Kept(_apart(out))))
             return out
         if traits.writes:
@@ -206,6 +213,10 @@ class Save(LeanMode):
     def _own(self) -> set[int]:
         """The storages of kept results."""
         return {storage_of(kept.tensor) for kept in self.tape.kept}
+
+    @property
+    def _cast(self) -> set[int]:
+        return {storage_of(cast.tensor) for _, cast in self._casts}
 
     def _keep_casts(self, changed: set[int]) -> None:
         for number, (source, cast) in enumerate(self._casts):
@@ -358,7 +369,7 @@ class Replay(LeanMode):
         self._final = {storage_of(kept.tensor) for kept in tape.kept} if tape.writes else set()
         self._results = tape.results[::-1]  # a result that is handed out is let go
         self._casts, self._cast_count = dict(tape.casts), 0
-        self._cast: set[int] = set()  # storages of casts of kept results that ran again
+        self._cast: set[int] = set()  # storages of integers made of kept results again
         if not again:
             tape.results.clear()
             tape.kept.clear()
@@ -378,7 +389,7 @@ class Replay(LeanMode):
         return self._decoded(value, list(tensors_of(args, kwargs)))
 
     def _cast_again(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        is_of_kept = storage_of(args[0]) in self._final | self._cast
+        is_of_kept = _makes_integers(kwargs) and storage_of(args[0]) in self._final | self._cast
         self._cast_count += is_of_kept
         if is_of_kept and (kept := self._casts.pop(self._cast_count - 1, None)) is not None:
             return self._given_back(kept)
