@@ -15,6 +15,7 @@ from remat.evaluation.plan import Plan
 from remat.integrations import pytest_plugin
 from remat.planning.budget import Budget
 from remat.planning.checking import Verdict, setting_that_fits
+from remat.units import gib
 from remat.workload.training_loop import TrainingLoop
 from tests.cached import cached
 from tests.command_line import Remat
@@ -58,6 +59,7 @@ def test_it_is_what_the_estimate_says() -> None:
 def test_the_margin_decides_at_the_byte() -> None:
     found = checked(needed(), headroom=1)
     assert (found.limit_bytes, found.fits) == (needed() - 1, False)
+    assert f", limit {gib(needed() - 1)} after a margin of {gib(found.margin_bytes)}" in str(found)
     assert checked(needed(), headroom=0).fits
 
 

@@ -98,9 +98,9 @@ class ChunkedRows:
         if self.is_fused:
             flat, *prepared = (_leaf(each, asks) for each, asks in zip((flat, *prepared), wanted, strict=True))
         result: Tensor | None = None
-        known = self._known_work("forward", (flat, *prepared), wanted)
+        known_work = self._known_work("forward", (flat, *prepared), wanted)
         for cut in row_slices(flat.shape[0], self.slices):
-            with known(cut) as is_known:
+            with known_work(cut) as is_known:
                 if is_known:
                     continue
                 made = self._made(flat, cut, prepared)
