@@ -31,12 +31,15 @@ from remat.chunking.rows import find_row_runs
 from remat.cli.screen import plan_text
 from remat.costing.operator_timing import time_operators
 from remat.costing.planning_device import find_planning_device
-from remat.errors import Infeasible, RematError
+from remat.costing.profile import Profile
+from remat.errors import CaptureError, Infeasible, RematError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import Form, form_of
 from remat.evaluation.plan import Plan, Region, to_refs
 from remat.execution.eager.replay import replay
+from remat.execution.executions import load
 from remat.fusion import fused_group, kernels
+from remat.planning.forms import StepForms
 from remat.planning.planner import plan
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import FormChoice
@@ -894,6 +897,18 @@ def test_groups_inside_of_chunked_mlps_keep_the_predicted_peak_and_are_near_floa
         assert report.gradients_near
         assert any("silu" in text for text in report.groups_near), "of the MLP's inside"
         assert report.measured["peak_bytes"] == peak
+
+
+def test_mlps_whose_chunks_cannot_be_recorded_are_left_whole_with_a_warning() -> None:
+    step = FakeStep(workload(Gated, samples=2), device=CPU)
+    profile = profile_step(step, find_planning_device("h100-80gb"))
+
+    def refused(form: Form) -> Profile:
+        raise CaptureError("a kernel takes no chunk of its rows.")
+
+    forms = StepForms(load("eager"), step, profile, FormChoice(row_numbers=1), profile_in=refused)
+    with pytest.warns(UserWarning, match="with MLPs in chunks is left out: a kernel takes no chunk of its rows.$"):
+        assert list(forms.with_rows()) == []
 
 
 @pytest.mark.exhaustive

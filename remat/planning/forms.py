@@ -32,6 +32,7 @@ from remat.execution.base import Execution
 from remat.planning.profiling import VariantProfiles
 from remat.planning.request import FormChoice
 from remat.recording.fake_step import FakeStep
+from remat.warn import warn
 from remat.workload.training_loop import TrainingLoop, is_power_of_two
 
 
@@ -112,7 +113,10 @@ class StepForms:
                 continue
             try:
                 found = self.of(dataclasses.replace(self._cut(slices), rows=self._row_slices))
-            except (RematError, RuntimeError):  # as above: then the loss is left whole; or a kernel takes no slices
+            except LogitsWithheld:  # as above
+                continue
+            except (RematError, RuntimeError) as error:  # as where a kernel takes no chunk of its rows
+                warn(f"a form of the step with MLPs in chunks is left out: {str(error).rstrip('.')}.")
                 continue
             made += 1
             yield found
