@@ -866,6 +866,50 @@ def test_a_table_that_is_corrected_by_a_choice_never_says_that_it_fits_where_it_
     assert said and (True, False) not in said
 
 
+class Convolved(nn.Sequential):
+    """Convolved whose weights are large beside their activations."""
+
+    def __init__(self, layers: int = 2, width: int = 32) -> None:
+        blocks = (nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.GELU()) for _ in range(layers))
+        super().__init__(nn.Conv2d(3, width, 3, padding=1), *blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+def test_a_choice_keeps_no_copies_of_weights_in_the_layout_of_convolutions() -> None:
+    kept: list[tuple[int, int]] = []
+
+    def lower(search: Search) -> None:
+        kept.append((search.lower(search.default).kept, search.default.kept_bytes))
+        assert search.spare_bytes()
+        kept.append((search.lower(search.default).kept, search.default.kept_bytes))
+
+    look(Convolved, torch.randn(2, 3, 8, 8), lower)
+    (before, table), (after, table_after) = kept
+    weights = sum(p.nbytes for p in Convolved().parameters() if p.dim() == 4)
+    assert after == table + 4 == table_after + 4, "the loss beside what is saved"
+    assert before - after >= weights
+
+
+@pytest.mark.exhaustive
+def test_a_compiled_convolution_net_within_a_budget_has_the_gradients_of_one_without(
+    cuts: list[BudgetPartitioner],
+) -> None:
+    def make() -> nn.Module:
+        return Convolved(4, 16)
+
+    x, model = torch.randn(4, 3, 24, 24), built(make)
+    expected, untouched = trained(model, torch.compile(model), x)
+    torch._dynamo.reset()
+    model, budget = built(make), int(0.8 * untouched)
+    got, measured = trained(model, remat.compile(model, budget), x)
+    (cut,) = cuts[0].cuts.values()
+    assert measured <= cut.peak_bytes <= budget
+    assert cut.choice != cut.default
+    assert all(map(torch.equal, got, expected))
+
+
 class Misled(Search):
     """A search whose code needs half as much again as any table says; no choice saves less than 40 bytes."""
 
@@ -883,7 +927,7 @@ class Misled(Search):
     def _free_at_once(self) -> bool:
         return False
 
-    def keep_sums_apart(self) -> bool:
+    def spare_bytes(self) -> bool:
         return False
 
     def follow(self, lowered: Halves) -> None:
@@ -916,6 +960,37 @@ def test_where_a_table_says_too_little_the_program_is_solved_for_a_lower_limit(m
 
 def test_what_exceeds_at_every_limit_is_not_handed_out() -> None:
     assert Misled(59).run() is None
+
+
+class MisledNearTheLeast(Misled):
+    """A search whose code needs a little more than its table says, where no choice needs much less."""
+
+    def solve(self, most_bytes: int, more: CompiledBytes, start: Choice, least: bool = False, **_: bool) -> Solved:
+        size = 178 if least else most_bytes
+        return Solved(self.saving(size) if size >= 178 else None, 0.0)
+
+    def lower(self, choice: Choice, *, is_draft: bool = False) -> Halves:
+        needed = choice.kept_bytes + (10 if choice.kept_bytes > 182 else 11)
+        return self.lowered.setdefault(choice.saved, Halves(needed, needed, needed, {}))
+
+
+def test_lower_limits_are_not_sought_below_the_least_that_the_table_has() -> None:
+    found = MisledNearTheLeast(190).run()
+    assert found is not None
+    assert found[0].kept_bytes == 179, "cheaper than the choice that needs least"
+
+
+class Hopeless(Misled):
+    """A search whose table has no answer, and ever other choices that need least, whose code needs far more."""
+
+    def solve(self, most_bytes: int, more: CompiledBytes, start: Choice, least: bool = False, **_: bool) -> Solved:
+        return Solved(self.saving(100 - len(self.tried)) if least else None, 0.0)
+
+
+def test_where_the_least_is_far_off_no_others_are_lowered() -> None:
+    search = Hopeless(120)
+    assert search.run() is None
+    assert len(search.tried) <= 3
 
 
 class MisledButOnce(Misled):
@@ -1115,7 +1190,7 @@ def test_halves_that_did_not_fit_when_they_were_kept_are_made_to_draw_alike(monk
         search: Any = Search.__new__(Search)
         search.joint, search.default, search.kept, search.most_bytes = CHAIN, judged(CHAIN, "abc"), kept, most
         search.uses, search.earlier, search.lowered, search._lowered_cuts, search.tried = 1, 0, {}, {}, []
-        search.has_sums_apart = search.frees_at_once = search.draws_alike = search.holds_results = False
+        search.spares = search.frees_at_once = search.draws_alike = search.holds_results = False
         search.options, search.cut = {"num_fwd_outputs": 1}, lambda choice: (None, None)
         assert search.fits(choice) is search.lower(choice).agrees is fits
 

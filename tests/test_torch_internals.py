@@ -912,6 +912,20 @@ def test_values_that_are_kept_apart_have_kernels_of_their_own() -> None:
     assert found == [["mm", "mm", "mm", "cpp_fused"], ["mm", "cpp_fused", "mm", "mm", "cpp_fused"]]
 
 
+def test_a_forward_gives_out_the_weights_of_convolutions_in_their_own_layout() -> None:
+    given, weight = torch.randn(2, 4, 8, 8), torch.randn(6, 4, 3, 3)
+    found = []
+    for keeps in (False, True):
+        graph = make_fx(lambda x, w: [torch.conv2d(x, w), x, w], tracing_mode="fake")(given, weight)
+        assert not keeps or inductor.keep_layouts(graph)
+        compiled, _ = inductor.compiled_forward(graph, 1)
+        with torch.no_grad():
+            result, *inputs = compiled([given, weight])
+        assert torch.equal(result, torch.conv2d(given, weight))
+        found.append([each.data_ptr() == of.data_ptr() for each, of in zip(inputs, (given, weight), strict=True)])
+    assert found == [[False, False], [True, True]]
+
+
 def test_inductor_takes_a_mode_and_options() -> None:
     given = inductor.inductor_with(None, {"max_autotune": True})
     assert getattr(given, "compiler_name", None) == "inductor"
@@ -1136,6 +1150,10 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
     "_dynamo.backends.common.AotAutograd": (
         "compile halves as AOTAutograd will",
         lambda: inductor._HalfCompilers().noted().__enter__(),
+    ),
+    "_inductor.graph.GraphLowering.decide_layout_opt": (
+        "tell which inputs are copied",
+        lambda: inductor.keep_layouts(fx.GraphModule({}, fx.Graph())),
     ),
     "_functorch.aot_autograd.aot_export_joint_simple": (
         "fuse groups of nodes",

@@ -342,6 +342,41 @@ def keep_apart(half: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
     half.recompile()
 
 
+def keep_layouts(forward: fx.GraphModule) -> bool:
+    """Let backward have the images and weights that a forward is given, and no copies; return whether there are any.
+
+    Inductor gives convolutions all that they read in channels-last. Of an input that backward reads too, forward would
+    give out the copy. Inputs that are read through `as_strided` keep their layout.
+    """
+    lays_out = internal("_inductor.graph.GraphLowering.decide_layout_opt", "tell which inputs are copied")
+    if not lays_out(forward, is_inference=False):
+        return False
+    before = set[fx.Node]()  # nodes that lead to a convolution
+    for node in reversed(forward.graph.nodes):
+        if node.target is torch.ops.aten.convolution.default or not before.isdisjoint(node.users):
+            before.add(node)
+    (results,) = forward.graph.find_nodes(op="output")
+    inputs = [node for node in forward.graph.find_nodes(op="placeholder") if node in before and results in node.users]
+    copied = [node for node in inputs if _is_copied(node.meta["val"])]
+    for node in copied:
+        readers = [user for user in node.users if user is not results]
+        with forward.graph.inserting_after(node):
+            view = forward.graph.call_function(
+                torch.ops.aten.as_strided.default, (node, [*node.meta["val"].shape], [*node.meta["val"].stride()])
+            )
+        view.meta = dict(node.meta)
+        for user in readers:
+            user.replace_input_with(node, view)
+    forward.recompile()
+    return bool(copied)
+
+
+def _is_copied(value: torch.Tensor) -> bool:
+    """Return whether a tensor has sizes that are known and another layout than channels-last."""
+    is_known = all(isinstance(number, int) for number in (*value.shape, *value.stride()))
+    return is_known and value.dim() == 4 and not value.is_contiguous(memory_format=torch.channels_last)
+
+
 torch.library.define("remat::apart", "(Tensor x) -> Tensor")  # its argument; no generated code calls it
 torch.library.register_fake("remat::apart", torch.empty_like)
 
@@ -376,6 +411,12 @@ def calls_library(node: fx.Node) -> bool:
     fallbacks = internal("_inductor.lowering.fallbacks", "tell which operators fuse")
     lowerings = internal("_inductor.lowering.lowerings", "tell which operators fuse")
     return counts_flops(node) or node.target in fallbacks or node.target not in lowerings
+
+
+def lays_out_convolutions(gm: fx.GraphModule) -> bool:
+    """Return whether Inductor gives the convolutions of a graph what they read in channels-last."""
+    decide = internal("_inductor.graph.GraphLowering.decide_layout_opt", "tell which inputs Inductor copies")
+    return bool(decide(gm, is_inference=False))
 
 
 def counts_flops(node: fx.Node) -> bool:

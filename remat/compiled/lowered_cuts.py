@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from remat._torch.compiled_draws import draw_again, draws_alike, seed_of
-from remat._torch.inductor import free_at_once, keep_apart, partition_saving
+from remat._torch.inductor import free_at_once, keep_apart, keep_layouts, partition_saving
 from remat._torch.training import without_modes
 from remat.compiled.joint import Joint, Value, device_of, joint_of, late_sums
 from remat.compiled.kept import ResultCache
@@ -53,7 +53,7 @@ class LoweredCuts:
         self.lowered: dict[frozenset[str], Halves] = {}
         self._lowered_cuts: dict[frozenset[str], GraphHalves] = {}
         self.kept = ResultCache(gm, device_of(gm.graph), sorted(options.items()), holds_results, is_on=keeps)
-        self.has_sums_apart = self.is_default_apart = False  # whether sums that would wait have kernels of their own
+        self.spares = self.is_default_spared = False  # whether cuts, and the default, are changed to need fewer bytes
         self.frees_at_once = False  # whether generated code does
         self.counted = frozenset[int]()  # values that the last program had to count exactly
         self.reorders, self.draws_alike = True, draws_alike(device_of(gm.graph))
@@ -103,8 +103,8 @@ class LoweredCuts:
             return list(dict.fromkeys([*info.inputs, *chosen]))
 
         forward, backward = self._partition(choose)
-        if self.has_sums_apart:
-            keep_apart(backward, late_sums(backward.graph))
+        if self.spares:
+            _spare(forward, backward)
         return forward, backward
 
     def handed_out(self, choice: Choice) -> GraphHalves:
@@ -146,7 +146,7 @@ class LoweredCuts:
                 return dataclasses.astuple(found)
 
             is_default = choice.saved == self.default.saved
-            of = is_default, self.is_default_apart if is_default else self.has_sums_apart, self.frees_at_once
+            of = is_default, self.is_default_spared if is_default else self.spares, self.frees_at_once
             found = Halves(*self.kept.get(make, "halves", *of, sorted(choice.saved)))
             if not found.agrees and self._may_fit(found):  # it did not in an earlier search, with other limits
                 limits = self.most_bytes, self.uses, self.earlier
@@ -228,15 +228,20 @@ class LoweredCuts:
 
         self.joint = dataclasses.replace(self.joint, values=tuple(map(corrected, self.joint.values)))
 
-    def keep_sums_apart(self) -> bool:
-        """Give sums that would wait kernels of their own, in the default's code too; return whether it has any."""
-        _, backward = self.by_default
-        self.has_sums_apart = True
-        if late := late_sums(backward.graph):
-            keep_apart(backward, late)
-            self.is_default_apart = True
+    def spare_bytes(self) -> bool:
+        """Change all cuts to need fewer bytes, PyTorch's own too; return whether that changes."""
+        self.spares = True
+        if _spare(*self.by_default):
+            self.is_default_spared = True
             self.lowered.pop(self.default.saved, None)
-        return self.is_default_apart
+        return self.is_default_spared
+
+
+def _spare(forward: fx.GraphModule, backward: fx.GraphModule) -> bool:
+    """Give sums that would wait kernels of their own, and backward no copies of inputs; return whether that changes."""
+    late, has_copies = late_sums(backward.graph), keep_layouts(forward)
+    keep_apart(backward, late)
+    return has_copies or bool(late)
 
 
 def _disorder(joint: Joint, lowered: Halves) -> int:

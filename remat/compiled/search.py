@@ -2,13 +2,14 @@
 
 1. PyTorch's own choice is lowered. Where it fits, it is kept. On a GPU, code that would exceed frees its buffers at
    once, here and in what follows.
-2. Otherwise sums that would wait for their readers get kernels of their own, and the program is solved. Its table is
-   corrected, stage by stage, by the bytes that the lowered code of a choice needs: of PyTorch's own, unless what that
-   saves exceeds the budget alone; it is not lowered then. The program's answer is lowered. Where that code exceeds the
-   budget, the missing bytes of its highest stage (of every stage, where code frees at once) are counted to the values
-   that the answer makes again there. Where the program has no answer, the choice that needs least, and PyTorch's at
-   every ratio of its memory budget, are lowered instead; where the former needs what the table says, no others are.
-   After `ROUNDS` of this at most, the cheapest that really fits is handed out.
+2. Otherwise sums that would wait for their readers get kernels of their own, backward gets inputs in their own layout
+   and not in that of convolutions, and the program is solved. Its table is corrected, stage by stage, by the bytes that
+   the lowered code of a choice needs: of PyTorch's own, unless what that saves exceeds the budget alone; it is not
+   lowered then. The program's answer is lowered. Where that code exceeds the budget, the missing bytes of its highest
+   stage (of every stage, where code frees at once) are counted to the values that the answer makes again there. Where
+   the program has no answer, the choice that needs least, and PyTorch's at every ratio of its memory budget, are
+   lowered instead; where the former needs what the table says, or much more than it may, no others are. After `ROUNDS`
+   of this at most, the cheapest that really fits is handed out.
 3. Where the first `MISSES` choices exceed, and the last comes no nearer, the first table is solved for lower limits
    than asked, if it has an answer at all. Where these exceed too, PyTorch's choices at every ratio are lowered until
    one fits, but for those that need more by the table than what was seen.
@@ -29,6 +30,7 @@ ROUNDS = 6
 MISSES = 3
 HALVINGS = 6
 NEAR = 0.01  # of what a graph may need: limits that are not told apart
+FAR_OFF = 0.05  # of what a graph may need: where the choice that needs least exceeds by more, no other fits
 EQUAL_SHARE = 0.002  # of what a graph may need: where table and code differ by less, the table's answer is the last
 LEAST_SAVING = 0.005  # of the price: an answer that saves less is not lowered
 
@@ -57,7 +59,7 @@ class Search(LoweredCuts):
 
         The bound is for a table that is corrected by the code of one choice, whether that fits or not.
         """
-        if self.fits_by_default() or (self.keep_sums_apart() and self.fits_by_default()):
+        if self.fits_by_default() or (self.spare_bytes() and self.fits_by_default()):
             return self.default, None
         self.first = CompiledBytes(0, (0,) * len(self.default.alive_bytes))
         bound = self._learn()
@@ -107,7 +109,8 @@ class Search(LoweredCuts):
                 continue
             is_as_said = abs(more.peak_bytes(last) - self.needs(self.lower(last))) <= EQUAL_SHARE * self.most_bytes
             if not self.fits(last):
-                if is_as_said and solved.choice is None:  # the least that any choice needs
+                is_far = self.needs(self.lower(last)) > (1 + FAR_OFF) * self.most_bytes
+                if solved.choice is None and (is_as_said or is_far):  # it needs least of all, as far as is known
                     break
                 if (lowered := self.lower(last)).redrawn is None:
                     self.save_unread(lowered.ways)
@@ -128,10 +131,13 @@ class Search(LoweredCuts):
     def _tighten(self) -> None:
         """Solve the first table for lower limits than asked: its answers need more bytes than it says.
 
-        First for as much less as an answer exceeds, then halfway between a limit that is met and one that is not.
+        First for as much less as an answer exceeds, then halfway between a limit that is met, or the least that any
+        choice needs by the table, and a limit that is not met.
         """
-        more, low, high, last = self.first, 0, self.most_bytes, self.default
-        limit = high - min((self.needs(self.lower(each)) - high for each in self.tried), default=0)
+        more, high, last = self.first, self.most_bytes, self.default
+        least = self._least(more)
+        low = 0 if least is None else more.peak_bytes(least)
+        limit = max(high - min((self.needs(self.lower(each)) - high for each in self.tried), default=0), low)
         for _ in range(HALVINGS if self.has_answer else 0):
             solved = self.solve(limit, more, last, quick=True)
             if solved.choice is not None:
@@ -144,7 +150,7 @@ class Search(LoweredCuts):
             if high - low <= NEAR * self.most_bytes:
                 break
             limit = (low + high) // 2
-        if self._cheapest() is None and (least := self._least(more)) is not None:
+        if self._cheapest() is None and least is not None:
             self.tried.append(least)
         if self._cheapest() is None:  # tables are off by less than what tells the choices of most ratios apart
             seen = min((self.needs(self.lower(each)) for each in self.tried), default=NO_LIMIT)

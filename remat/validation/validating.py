@@ -282,7 +282,9 @@ class _Validation:
         plan, workload = self.plan, self.planned_step.workload
         about, here = plan.about, self.place.target.name
         if prediction.unmeasured:
-            self.notes.append(f"The workspaces of some kernels could not be measured (kinds of kernel: {prediction.unmeasured}).")
+            self.notes.append(
+                f"The workspaces of some kernels could not be measured (kinds of kernel: {prediction.unmeasured})."
+            )
         family, _, assumed = plan.target.partition(",")  # versions of torch and cuDNN are of the same device
         made_for = (family, about["batch_size"], about.get("seq_len"))
         shares = f" as one of {about['ranks']} ranks ({about['shard']})" if about.get("shard") else ""
