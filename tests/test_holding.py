@@ -296,6 +296,85 @@ def test_a_plan_of_a_step_that_makes_leaves_keeps_its_budget_and_validates() -> 
     assert 0 <= plan.without_checkpointing["peak_bytes"] - report.untouched["peak_bytes"] <= 1024
 
 
+# The storage of the last loss
+
+
+class Frozen(nn.Module):
+    """A wide part that is not trained, at whose end the peak is, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64)).requires_grad_(False)
+        self.head = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = self.frozen(x)
+        return self.head(x).sigmoid()
+
+
+def regression(loss: Callable[..., torch.Tensor]) -> Workload:
+    return Workload(
+        "regression",
+        Frozen,
+        lambda n, _: (torch.randn(n, 64), torch.rand(n, 64)),
+        lambda model, batch: loss(model(batch[0]), batch[1]),
+        batch_size=512,
+    )
+
+
+def peak_of_regression(workload: Workload, model: nn.Module) -> int:
+    optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)
+    batch = workload.batch(512, None)
+
+    def loop(steps: int) -> None:
+        for _ in range(steps):
+            loss = workload.step(model, batch)  # the name holds the last one until now
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    loop(1)
+    there = Tracker().fix(list(model.parameters()), dict(optimizer.state), list(batch))
+    return there + measure_peak(lambda: loop(3), CPU)
+
+
+@pytest.mark.parametrize(
+    ("loss", "keeps"),
+    [
+        pytest.param(F.mse_loss, True, id="mse"),
+        pytest.param(F.smooth_l1_loss, True, id="smooth-l1"),
+        pytest.param(F.binary_cross_entropy, True, id="bce"),
+        pytest.param(F.soft_margin_loss, True, id="soft-margin"),
+        pytest.param(F.l1_loss, False, id="l1"),
+        pytest.param(lambda x, y: F.mse_loss(x, y) / 2, False, id="divided"),
+    ],
+)
+def test_a_loss_with_the_storage_of_an_output_counts_until_the_next_forward_ends(
+    loss: Callable[..., torch.Tensor], keeps: bool
+) -> None:
+    workload, place = regression(loss), find_planning_device("cpu")
+    profile = profile_step(step := fake_step(workload, place), place)
+    graph = profile.graph
+    assert graph.held_outputs == (((512 * 64 * 4, graph.forward_end),) if keeps else ())
+    memory = Memory(graph, profile.costs.workspace_per_op(graph))
+    measured = peak_of_regression(workload, workload.build())
+    assert abs(measured - memory.peak_without_checkpointing) <= 16, "a loss that is a number, and no more"
+    regions = CHOICES["half-saved"](graph)
+    curve = Memory(graph).curve(regions)
+    alive = replay(step, to_refs(graph, tuple(regions))) + graph.unseen_bytes
+    assert alive.tolist() == curve.alive_bytes[curve.executed].tolist()
+
+
+def test_a_plan_of_a_step_whose_loss_has_the_storage_of_an_output_keeps_its_budget_and_validates() -> None:
+    workload = regression(F.mse_loss)
+    plan = remat.plan(workload, budget="100%step", target="cpu")
+    model = apply(workload.build(), plan, verify_first_step=False)
+    assert peak_of_regression(workload, model) == plan.predicted["peak_bytes"] <= plan.budget_bytes
+    report = validate(workload, plan, device="cpu", repeats=1)
+    assert report.passed and report.measured["peak_bytes"] == plan.predicted["peak_bytes"]
+
+
 def test_files_and_pictures_tell_of_it(tmp_path: Path) -> None:
     profile, _ = profiled("outputs")
     profile.save(tmp_path / "pair.json")

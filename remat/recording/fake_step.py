@@ -68,7 +68,7 @@ from remat.recording.trails import Trail, reads_of, said_of, trail_of
 from remat.recording.view_histories import ViewHistories
 from remat.workload.any_optimizer import AnyOptimizer
 from remat.workload.batches import tensors_of
-from remat.workload.held_outputs import HeldOutputs, parameters_reached
+from remat.workload.held_outputs import HeldOutputs, keeps_output, parameters_reached
 from remat.workload.reference import references_run_by
 from remat.workload.replaced_forward import CopiedAsOriginal, ReplacedForward, modules_under_plans
 from remat.workload.training_loop import TrainingLoop
@@ -650,7 +650,8 @@ class FakeStep:
     def execute(self, tracker: Tracker, after_forward: Callable[[], None], after_backward: Callable[[], None]) -> int:
         """Run one whole step under `tracker`: forward, backward, optimizer.
 
-        Return the bytes that the graph of its loss keeps until a loop lets go of that loss, as the next forward ends.
+        Return the bytes that its loss, if it is no mere number, and the graph of it keep until a loop lets go of that
+        loss, as the next forward ends.
         """
         with self._on_fakes(), self.graphs.slices_repeated(tracker), tracker:
             if self._has_state:
@@ -659,12 +660,12 @@ class FakeStep:
             after_forward()
             self._backward(loss, tracker)
             after_backward()
-            graph = [loss.grad_fn if self.deferred is None else None]
+            held = [loss.grad_fn if self.deferred is None else None, loss if keeps_output(loss) else None]
             del loss
             self._let_go()
             with self._after_backward(tracker):
                 self.finish()
-            return tracker.freed_by(graph.clear)
+            return tracker.freed_by(held.clear)
 
     def fix_state(self, tracker: Tracker) -> dict[str, int]:
         """Tell `tracker` the tensors from before the step; return their bytes by category."""

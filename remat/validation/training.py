@@ -35,7 +35,7 @@ from remat.recording.finish import Finish
 from remat.recording.tracker import Tracker
 from remat.workload.any_optimizer import AnyOptimizer
 from remat.workload.batches import on_device, tensors_of
-from remat.workload.held_outputs import HeldGraph, HeldOutputs
+from remat.workload.held_outputs import HeldLoss, HeldOutputs
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 
@@ -87,7 +87,7 @@ class Training:
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._trained_as_built = frozenset(self.trained)
         self._parameters = {name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()}
-        self.finish, self.held_outputs, self.held_graph = self._finish_with(None), HeldOutputs(), HeldGraph()
+        self.finish, self.held_outputs, self.held_loss = self._finish_with(None), HeldOutputs(), HeldLoss()
         self.set_batch(workload.batch_size, seed + 1)
 
     def apply(self, plan: Plan) -> None:
@@ -185,19 +185,19 @@ class Training:
     @property
     def holds(self) -> bool:
         """Whether a step has tensors of the step before, as far as is known by now."""
-        return self.loop.holds_outputs or self.held_graph.keeps_tensors(self.model)
+        return self.loop.holds_outputs or self.held_loss.keeps_tensors(self.model)
 
     def let_go(self) -> None:
         """Let go of what the loop holds of the last step."""
         self.held_outputs.let_go()
-        self.held_graph.let_go()
+        self.held_loss.let_go()
 
     def forward_and_backward(self) -> torch.Tensor:
         holding = self.held_outputs.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
         with autocast_context(self.device, self.workload.autocast), holding, causal_masks():
             loss = self.workload.step(self.model, self.batch)
         self._note_trained()
-        self.held_graph.hold(loss)
+        self.held_loss.hold(loss)
         loss.backward()
         self._libraries_keep = True
         return loss.detach()

@@ -8,7 +8,8 @@ So the logits are there twice when a forward ends, and once through backward and
 (`TrainingLoop.holds`). `LastOutputs` notices a loop that does it and has not said so. It holds weak references only.
 
 Every loop written out holds the last loss, and with it the graph that its backward has gone through. That keeps leaves
-that the step has made itself (`x.requires_grad_()`), with their gradients: `HeldGraph`.
+that the step has made itself (`x.requires_grad_()`), with their gradients. And the loss itself is a number with the
+storage of a whole output where torch reduces in place (`F.mse_loss`): `HeldLoss`.
 """
 
 from __future__ import annotations
@@ -76,21 +77,30 @@ class HeldOutputs:
             self._replacing(replace)
 
 
-class HeldGraph:
-    """The graph of the last loss, held until the next forward returns."""
+def keeps_output(loss: torch.Tensor) -> bool:
+    """Return whether a loss has the storage of a whole output."""
+    storage = _storage_of(loss)
+    return storage is not None and storage.nbytes() >= SMALLEST_BYTES
+
+
+class HeldLoss:
+    """The last loss, with its graph, held until the next forward returns."""
 
     def __init__(self) -> None:
         self._root: Any = None
+        self._loss: torch.Tensor | None = None
         self._keeps: bool | None = None
 
     def hold(self, loss: torch.Tensor) -> None:
-        self._root = loss.grad_fn
+        self._root, self._loss = loss.grad_fn, loss if keeps_output(loss) else None
 
     def let_go(self) -> None:
-        self._root = None
+        self._root = self._loss = None
 
     def keeps_tensors(self, model: nn.Module) -> bool:
-        """Return whether the graph of a step of `model` keeps tensors after its backward; it is looked through once."""
+        """Return whether the loss of a step of `model` keeps tensors after its backward; it is looked through once."""
+        if self._loss is not None:
+            return True
         if self._keeps is None and self._root is not None:
             known = {id(parameter) for parameter in model.parameters()}
             held = (tensor for node in nodes_behind([self._root]) for tensor in _kept_by(node))
@@ -196,7 +206,7 @@ class LastOutputs:
 
 
 def _is_loss(tensor: torch.Tensor) -> bool:
-    """Return whether an output is a number to differentiate (`F.mse_loss` of a CPU leaves it a large storage)."""
+    """Return whether an output is a number to differentiate (`F.mse_loss` leaves it a large storage)."""
     return tensor.requires_grad and tensor.numel() == 1 and not tensor._is_view()
 
 
