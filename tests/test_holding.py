@@ -366,6 +366,12 @@ def test_a_loss_with_the_storage_of_an_output_counts_until_the_next_forward_ends
     assert alive.tolist() == curve.alive_bytes[curve.executed].tolist()
 
 
+def test_a_step_whose_loss_has_the_storage_of_an_output_is_scaled_from_two_records() -> None:
+    look = micro_batches(regression(F.mse_loss), find_planning_device("cpu"), Budget(1 << 30, 1 << 30))
+    assert look._family(False) is not None, "else each size would have a record of its own"
+    assert look.profile(256, False).graph.held_outputs[-1][0] == 256 * 64 * 4
+
+
 def test_a_plan_of_a_step_whose_loss_has_the_storage_of_an_output_keeps_its_budget_and_validates() -> None:
     workload = regression(F.mse_loss)
     plan = remat.plan(workload, budget="100%step", target="cpu")

@@ -78,9 +78,9 @@ class HeldOutputs:
 
 
 def keeps_output(loss: torch.Tensor) -> bool:
-    """Return whether a loss has the storage of a whole output."""
+    """Return whether a loss has the storage of more than its number, at any batch size alike."""
     storage = _storage_of(loss)
-    return storage is not None and storage.nbytes() >= SMALLEST_BYTES
+    return storage is not None and storage.nbytes() > loss.nbytes
 
 
 class HeldLoss:
