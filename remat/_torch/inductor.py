@@ -413,12 +413,6 @@ def calls_library(node: fx.Node) -> bool:
     return counts_flops(node) or node.target in fallbacks or node.target not in lowerings
 
 
-def lays_out_convolutions(gm: fx.GraphModule) -> bool:
-    """Return whether Inductor gives the convolutions of a graph what they read in channels-last."""
-    decide = internal("_inductor.graph.GraphLowering.decide_layout_opt", "tell which inputs Inductor copies")
-    return bool(decide(gm, is_inference=False))
-
-
 def counts_flops(node: fx.Node) -> bool:
     """Return whether a node is a product, a convolution or attention."""
     return getattr(node.target, "overloadpacket", None) in flop_registry
