@@ -926,6 +926,15 @@ def test_a_forward_gives_out_the_weights_of_convolutions_in_their_own_layout() -
     assert found == [[False, False], [True, True]]
 
 
+def test_an_input_that_a_forward_writes_is_left_as_it_is() -> None:
+    def forward(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.conv2d(x, w), x, x.copy_(x + 1)]
+
+    graph = make_fx(forward, tracing_mode="fake")(torch.randn(2, 4, 8, 8), torch.randn(6, 4, 3, 3))
+    inductor.keep_layouts(graph)
+    assert not graph.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
+
+
 def test_inductor_takes_a_mode_and_options() -> None:
     given = inductor.inductor_with(None, {"max_autotune": True})
     assert getattr(given, "compiler_name", None) == "inductor"

@@ -357,7 +357,7 @@ def keep_layouts(forward: fx.GraphModule) -> bool:
             before.add(node)
     (results,) = forward.graph.find_nodes(op="output")
     inputs = [node for node in forward.graph.find_nodes(op="placeholder") if node in before and results in node.users]
-    copied = [node for node in inputs if _is_copied(node.meta["val"])]
+    copied = [node for node in inputs if _is_copied(node.meta["val"]) and not any(map(_writes, node.users))]
     for node in copied:
         readers = [user for user in node.users if user is not results]
         with forward.graph.inserting_after(node):
@@ -375,6 +375,10 @@ def _is_copied(value: torch.Tensor) -> bool:
     """Return whether a tensor has sizes that are known and another layout than channels-last."""
     is_known = all(isinstance(number, int) for number in (*value.shape, *value.stride()))
     return is_known and value.dim() == 4 and not value.is_contiguous(memory_format=torch.channels_last)
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 torch.library.define("remat::apart", "(Tensor x) -> Tensor")  # its argument; no generated code calls it
