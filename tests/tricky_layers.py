@@ -209,6 +209,29 @@ class ReadThenWritten(nn.Module):
         return x
 
 
+class ViewedThenWritten(nn.Module):
+    """Views of buffers are taken amid operators that are recomputed, and the buffers are written after their use."""
+
+    codes: Tensor
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.linspace(-1.0, 1.0, WIDTH * WIDTH).reshape(WIDTH, WIDTH))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.sin()
+        codes, steps = self.codes.t(), self.steps.view(1)
+        x = x.tanh()
+        shift = codes[0]
+        x = (x.sigmoid() + shift).cos()
+        with torch.no_grad():
+            self.codes.mul_(0.9)
+            steps.add_(1)
+        return x
+
+
 class Queue(nn.Module):
     """A slice of a buffer is overwritten, as in a memory bank."""
 
@@ -249,6 +272,7 @@ STATE: dict[str, Callable[[], nn.Module]] = {
     "assigned-buffer": Assigned,
     "counted-scale": CountedScale,
     "read-then-written": ReadThenWritten,
+    "viewed-then-written": ViewedThenWritten,
     "queue": Queue,
     "sparse-buffer": SparseMask,
     "sparse-product": lambda: SparseMask(reads=True),

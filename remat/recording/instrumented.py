@@ -65,6 +65,7 @@ def _recorded(
             if isinstance(argument, fx.Node) and argument.op == "placeholder" and isinstance(value, torch.Tensor)
         }
         recorder.begin(call, node.name, text, module, effect, graph_inputs, given, known)
+        recorder.note_given((args, kwargs))
         head = node.meta.get(CHUNKED)
         try:
             with contextlib.nullcontext() if head is None else recorder.running(head, args):

@@ -196,6 +196,16 @@ class Recorder(Tracker):
             node["values"] = tuple(sorted({*node["values"], self.storage_of(tensor)}))
         return producer
 
+    def note_given(self, values: Any) -> None:
+        """Note that the current node takes fixed storages in `values`, also where it reads none, as a view does.
+
+        A region keeps what its nodes are given for its recomputation, and autograd refuses what has changed since.
+        """
+        assert self._current is not None
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, torch.Tensor) and self.storage_of(tensor) == FIXED_STORAGE:
+                self._readers.setdefault(id(tensor.untyped_storage()), set()).add(self._current)
+
     # Operators
 
     def replaced(self, tensor: torch.Tensor) -> None:
@@ -302,7 +312,7 @@ class Recorder(Tracker):
             record["mutates"] = (*record["mutates"], producer)
 
     def _settle_effects(self) -> None:
-        """Mark nodes that read a value that another node changes: recomputed, they would read another value.
+        """Mark nodes that take a value that another node changes: recomputed, they would read another value.
 
         Counters that nothing else reads are not marked.
         """
