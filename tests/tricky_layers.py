@@ -232,6 +232,20 @@ class ViewedThenWritten(nn.Module):
         return x
 
 
+class Renormalized(nn.Module):
+    """The running statistics of a normalization are read beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.norm.running_var is not None
+        spread = (self.norm.running_var + 1e-3).sqrt()
+        x = x.tanh() / spread
+        return self.norm(x.transpose(1, 2)).transpose(1, 2).sin()
+
+
 class Queue(nn.Module):
     """A slice of a buffer is overwritten, as in a memory bank."""
 
@@ -273,6 +287,7 @@ STATE: dict[str, Callable[[], nn.Module]] = {
     "counted-scale": CountedScale,
     "read-then-written": ReadThenWritten,
     "viewed-then-written": ViewedThenWritten,
+    "renormalized": Renormalized,
     "queue": Queue,
     "sparse-buffer": SparseMask,
     "sparse-product": lambda: SparseMask(reads=True),

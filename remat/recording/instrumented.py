@@ -66,6 +66,8 @@ def _recorded(
         }
         recorder.begin(call, node.name, text, module, effect, graph_inputs, given, known)
         recorder.note_given((args, kwargs))
+        if effect == "batch_norm":
+            recorder.note_statistics([*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")])
         head = node.meta.get(CHUNKED)
         try:
             with contextlib.nullcontext() if head is None else recorder.running(head, args):

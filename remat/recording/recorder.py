@@ -206,6 +206,13 @@ class Recorder(Tracker):
             if isinstance(tensor, torch.Tensor) and self.storage_of(tensor) == FIXED_STORAGE:
                 self._readers.setdefault(id(tensor.untyped_storage()), set()).add(self._current)
 
+    def note_statistics(self, statistics: Iterable[torch.Tensor | None]) -> None:
+        """Note that the current node updates running statistics, which the operator's schema does not say."""
+        assert self._current is not None
+        for tensor in statistics:
+            if tensor is not None and self.storage_of(tensor) == FIXED_STORAGE:
+                self._writers.setdefault(id(tensor.untyped_storage()), set()).add(self._current)
+
     # Operators
 
     def replaced(self, tensor: torch.Tensor) -> None:
@@ -314,13 +321,15 @@ class Recorder(Tracker):
     def _settle_effects(self) -> None:
         """Mark nodes that take a value that another node changes: recomputed, they would read another value.
 
-        Counters that nothing else reads are not marked.
+        Counters that nothing else reads are not marked, nor are normalizations: a recomputation is given copies of
+        their statistics, which it does not read.
         """
         for storage, writers in self._writers.items():
             readers = self._readers.get(storage, set()) | writers
-            if readers == writers and all(self._nodes[node]["effect"] == "counter" for node in readers):
+            effects = {self._nodes[node]["effect"] for node in writers}
+            if readers == writers and effects == {"counter"}:
                 continue
-            for node in readers:
+            for node in readers - writers if effects == {"batch_norm"} else readers:
                 self._nodes[node]["effect"] = "other"
 
     # What autograd saves
