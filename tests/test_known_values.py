@@ -12,6 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.ao.quantization import (
+    FusedMovingAvgObsFakeQuantize,
+    MovingAverageMinMaxObserver,
+    MovingAveragePerChannelMinMaxObserver,
+)
 from torch.utils._pytree import tree_leaves
 
 from remat._torch.dynamo import handlers
@@ -482,3 +487,40 @@ def total(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def test_a_flag_that_a_forward_sets_is_refused_with_the_remedy(name: str) -> None:
     with pytest.raises(CaptureError, match="let `build` return the model with the flag set"):
         graph_of(flagged(name, is_set=False))
+
+
+class Observed(nn.Linear):
+    """Rounds its weight as quantization would; an observer of channels has buffers that grow as it first runs."""
+
+    def __init__(self, *, by_channel: bool) -> None:
+        super().__init__(WIDTH, 3 * WIDTH)
+        observer = MovingAveragePerChannelMinMaxObserver if by_channel else MovingAverageMinMaxObserver
+        limits: dict[str, Any] = {"quant_min": -128, "quant_max": 127, "dtype": torch.qint8}
+        self.rounded = FusedMovingAvgObsFakeQuantize(
+            observer, qscheme=torch.per_channel_symmetric if by_channel else torch.per_tensor_symmetric, **limits
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.rounded(self.weight), self.bias).tanh()
+
+
+@pytest.mark.parametrize("by_channel", [True, False])
+def test_buffers_of_an_observer_are_counted_as_large_as_its_first_forward_makes_them(by_channel: bool) -> None:
+    def observed() -> nn.Module:
+        return Observed(by_channel=by_channel)
+
+    workload = Workload("observed", observed, lambda n, _: torch.ones(n, WIDTH), total, batch_size=4)
+    model, graph = observed(), graph_of(workload)
+    began = sum(buffer.nbytes for buffer in model.buffers())
+    total(model, torch.ones(4, WIDTH))
+    ran = sum(buffer.nbytes for buffer in model.buffers())
+    assert graph.fixed_bytes["buffers"] == ran
+    assert (ran > began) == by_channel
+
+
+def test_an_observer_keeps_what_it_sees_of_real_tensors() -> None:
+    torch.manual_seed(0)
+    model, x = Observed(by_channel=True), torch.ones(4, WIDTH)
+    with KnownValues().followed():
+        total(model, x)
+    assert torch.equal(model.rounded.activation_post_process.min_val, model.weight.amin(1))
