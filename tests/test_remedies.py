@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,12 @@ def ragged(layers: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return rows.to_padded_tensor(0.0)
 
 
+def ragged_and_normalized(layers: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Compares the ragged size of a nested tensor, which no input has."""
+    rows: torch.Tensor = layers(torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged))
+    return torch.nn.functional.layer_norm(rows, rows.shape[-1:]).values()
+
+
 def jacobian(layers: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return torch.vmap(torch.func.jacrev(layers))(x).flatten(1) + x.sum(-1, keepdim=True)
 
@@ -112,6 +119,7 @@ def jacobian(layers: nn.Module, x: torch.Tensor) -> torch.Tensor:
         pytest.param(jacobian, r"torch\.func.*create_graph=True", id="jacrev"),
         pytest.param(chosen_rows, r"nonzero\.default at .*test_remedies\.py:\d+\. The size.*torch\.where", id="rows"),
         pytest.param(ragged, "Nested tensors are not supported: pad", id="nested"),
+        pytest.param(ragged_and_normalized, "Nested tensors are not supported: pad", id="nested-normalized"),
         pytest.param(tangents, r"torch\.func.*create_graph=True", id="jvp"),
     ],
 )
@@ -119,6 +127,19 @@ def test_a_forward_that_no_plan_is_for_is_refused_with_the_remedy(run: Any, reme
     workload = Workload("forward", lambda: Forward(run), rows, squared, batch_size=4)
     with pytest.raises(CaptureError, match=remedy):
         record(FakeStep(workload, device=CPU))
+
+
+def test_a_guard_that_cannot_be_made_is_not_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    monkeypatch.delenv("REMAT_DEBUG", raising=False)
+    for name in ("torch._guards", "torch.fx.experimental.symbolic_shapes"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [caplog.handler])  # torch's may not propagate
+    workload = Workload("forward", lambda: Forward(ragged_and_normalized), rows, squared, batch_size=4)
+    with pytest.raises(CaptureError):
+        record(FakeStep(workload, device=CPU))
+    assert caplog.text == ""
 
 
 def test_a_refused_transform_leaves_nothing_open_for_what_comes_next() -> None:

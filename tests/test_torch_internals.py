@@ -1048,9 +1048,9 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
         "keep its log off the screen",
         lambda: dynamo.tracebacks_unwritten().__enter__(),
     ),
-    "_dynamo.variables.tensor": (
-        "keep its log off the screen",
-        lambda: dynamo.tracebacks_unwritten().__enter__(),
+    **dict.fromkeys(
+        ("_dynamo.variables.tensor", "_guards", "fx.experimental.symbolic_shapes"),
+        ("keep its log off the screen", lambda: dynamo.tracebacks_unwritten().__enter__()),
     ),
     "_dynamo.utils.graph_break_reasons": ("find the branch at which a graph broke", dynamo.graph_breaks),
     "_dynamo.error_on_graph_break": ("leave sizes open where no graph breaks for them", dynamo.without_breaks),

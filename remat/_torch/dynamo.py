@@ -452,7 +452,8 @@ def _errors_behind(error: BaseException | None) -> list[BaseException]:
 def tracebacks_unwritten() -> contextlib.AbstractContextManager[None]:
     """Keep torch from logging the traceback of an operator that fails on fake tensors; it is raised anyway.
 
-    And from advice to capture `Tensor.item()` in a graph, which no plan can take.
+    So are guards that cannot be made. And keep it from advice to capture `Tensor.item()` in a graph, which no plan can
+    take.
 
     If TORCH_LOGS or REMAT_DEBUG is set in the environment, it is logged as usual.
     """
@@ -462,8 +463,8 @@ def tracebacks_unwritten() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _log_off() -> Iterator[None]:
     purpose = "keep its log off the screen"
-    modules = internal("_subclasses.fake_tensor", purpose), internal("_dynamo.variables.tensor", purpose)
-    logs = [logging.getLogger(module.__name__) for module in modules]
+    names = "_subclasses.fake_tensor", "_dynamo.variables.tensor", "_guards", "fx.experimental.symbolic_shapes"
+    logs = [logging.getLogger(internal(name, purpose).__name__) for name in names]
     before = [log.level for log in logs]
     if not (os.environ.get("TORCH_LOGS") or os.environ.get("REMAT_DEBUG")):
         for log in logs:

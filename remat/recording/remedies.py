@@ -113,6 +113,17 @@ def line_of(error: BaseException) -> str:
     return f" at {users[-1][0].co_filename}:{users[-1][1]}{within}" if users else ""
 
 
+def _guarded_in(error: BaseException) -> str:
+    """Return the file of torch's that compared the size that a guard is for, if `error` is of making one; else "".
+
+    The ragged size of a nested tensor that a forward makes comes from no input, which torch's guards look for.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    guard = frames[-1].f_locals.get("guard") if frames and frames[-1].f_code.co_name == "issue_guard" else None
+    found = re.search(r"\((\S+):\d+ in ", str(getattr(guard, "sloc", "")))
+    return found[1] if found else ""
+
+
 def _remedy(error: BaseException, said: str) -> str:
     if "backward through the graph a second time" in said:
         return _OWN_BACKWARD
@@ -130,6 +141,8 @@ def _remedy(error: BaseException, said: str) -> str:
         return _STREAMS
     files = [PurePath(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)]
     if "nested_tensor" in said or "NestedInt" in said or any("nested" in file for file in files):
+        return _NESTED_TENSORS
+    if isinstance(error, IndexError) and "nested" in PurePath(_guarded_in(error)).parts:
         return _NESTED_TENSORS
     said_so = "invalid python storage" in said or "torch.func." in said  # the first: jvp
     transforms = said_so or any("_functorch" in file for file in files)
