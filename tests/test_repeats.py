@@ -128,6 +128,22 @@ def test_a_layer_that_is_left_out_by_chance_is_refused_by_the_line_that_draws(na
     assert f"`{lines()[line - 1].strip()}` at {__file__}:{line}" in str(caught.value)
 
 
+class AllSkipping(Skipping):
+    """May leave out every layer that trains."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if not self.skips(self):
+                x = layer(x)
+        return x
+
+
+def test_a_forward_that_no_layer_is_left_of_is_no_fault_of_the_loss() -> None:
+    with pytest.raises(CaptureError, match=r"are two graphs \(one gives no loss that has a gradient\)") as caught:
+        recorded(workload(READS["random"], AllSkipping))
+    assert "must return the loss" not in str(caught.value)
+
+
 def test_the_line_is_named_under_a_profiler_too() -> None:
     profile = cProfile.Profile()
     with pytest.raises(CaptureError, match=r"`.*random.random.*` at"), profile:

@@ -24,6 +24,7 @@ from remat.errors import CaptureError, RematError
 from remat.evaluation.forwards import Forward
 from remat.recording.fake_step import FakeStep
 from remat.recording.sources import Sources, numbers_of, same
+from remat.recording.step_refusals import NoLoss
 from remat.recording.trails import MOST_SAID, reads_of, said_of
 
 FORWARDS = 6
@@ -92,7 +93,9 @@ class Repeats:
             try:
                 with _TrailSeen(self._step.model) as seen:
                     self._step.run_untraced()
-            except RematError as error:  # as where no layer is left
+            except NoLoss as error:  # as where no layer is left: the recorded forward had one
+                raise self._refusal("one gives no loss that has a gradient") from error
+            except RematError as error:
                 raise self._refusal(f"one fails: {str(error).rstrip('.')}") from error
             first = first or seen.operators
             if seen.operators != first:

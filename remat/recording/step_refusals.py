@@ -45,8 +45,12 @@ def forward_fails(workload: Workload, batch: Any, error: Exception) -> CaptureEr
     return CaptureError(f"the step of {workload.name!r} fails on fake tensors: {describe(error, line_of(error))}.")
 
 
-def is_no_loss(workload: Workload, said: str) -> CaptureError:
-    return CaptureError(
+class NoLoss(CaptureError):
+    """A step returns no loss with a gradient."""
+
+
+def is_no_loss(workload: Workload, said: str) -> NoLoss:
+    return NoLoss(
         f"`step` of {workload.name!r} must return the loss, a tensor of one number that requires grad, and returns "
         f"{said}."
     )
