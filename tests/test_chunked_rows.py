@@ -907,7 +907,7 @@ def test_mlps_whose_chunks_cannot_be_recorded_are_left_whole_with_a_warning() ->
         raise CaptureError("a kernel takes no chunk of its rows.")
 
     forms = StepForms(load("eager"), step, profile, FormChoice(row_numbers=1), profile_in=refused)
-    with pytest.warns(UserWarning, match="with MLPs in chunks is left out: a kernel takes no chunk of its rows.$"):
+    with pytest.warns(UserWarning, match="MLPs are not chunked: a kernel takes no chunk of its rows.$"):
         assert list(forms.with_rows()) == []
 
 

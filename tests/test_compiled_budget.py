@@ -892,6 +892,23 @@ def test_a_choice_keeps_no_copies_of_weights_in_the_layout_of_convolutions() -> 
     assert before - after >= weights
 
 
+class Folded(Convolved):
+    """Clips whose frames are the batch of convolutions: a size of the batch is an input of the graph too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward((2 * x).view(x.shape[0] * x.shape[1], *x.shape[2:]))
+
+
+def test_a_convolution_net_with_open_sizes_has_layouts_to_keep() -> None:
+    torch._dynamo.reset()
+    spared: list[bool] = []
+    x = torch.randn(2, 2, 3, 8, 8)
+    torch._dynamo.mark_dynamic(x, 0)
+    torch._dynamo.mark_dynamic(x, 1)
+    look(Folded, x, lambda search: spared.append(search.spare_bytes()))
+    assert spared == [True], "weights have known sizes"
+
+
 @pytest.mark.exhaustive
 def test_a_compiled_convolution_net_within_a_budget_has_the_gradients_of_one_without(
     cuts: list[BudgetPartitioner],
@@ -991,6 +1008,34 @@ def test_where_the_least_is_far_off_no_others_are_lowered() -> None:
     search = Hopeless(120)
     assert search.run() is None
     assert len(search.tried) <= 3
+
+
+class Unread(Misled):
+    """A search whose choice that needs least draws other numbers, until these are saved."""
+
+    def __init__(self) -> None:
+        super().__init__(100)
+        self.default, self.is_told = self.saving(95), False
+
+    def save_unread(self, ways: Mapping[str, bool]) -> None:
+        self.is_told = True
+
+    def solve(self, most_bytes: int, more: CompiledBytes, start: Choice, least: bool = False, **_: bool) -> Solved:
+        size = 90 if self.is_told else 80
+        return Solved(self.saving(size) if self.is_told or least else None, 0.0)
+
+    def lower(self, choice: Choice, *, is_draft: bool = False) -> Halves:
+        size = 150 if choice is self.default else choice.kept_bytes
+        is_read = choice.kept_bytes != 80
+        return Halves(size, size, size, {}, redrawn={} if is_read else None, agrees=is_read)
+
+
+def test_numbers_that_are_drawn_otherwise_are_saved_before_the_search_ends() -> None:
+    search = Unread()
+    search.lowered[search.default.saved] = search.lower(search.default)
+    found = search.run()
+    assert found is not None
+    assert found[0].kept_bytes == 90
 
 
 class MisledButOnce(Misled):

@@ -38,7 +38,7 @@ from remat.planning.timeline import save_snapshot
 from remat.recording.fake_step import FakeStep
 from remat.recording.tracker import Tracker
 from remat.units import gib
-from remat.validation.training import Training, undisturbed
+from remat.validation.training import Training, alive_over_step, undisturbed
 from remat.validation.validating import validate
 from remat.workload.training_loop import Holds, TrainingLoop
 from remat.workload.workload import Workload
@@ -364,6 +364,39 @@ def test_a_loss_with_the_storage_of_an_output_counts_until_the_next_forward_ends
     curve = Memory(graph).curve(regions)
     alive = replay(step, to_refs(graph, tuple(regions))) + graph.unseen_bytes
     assert alive.tolist() == curve.alive_bytes[curve.executed].tolist()
+
+
+def test_a_step_whose_loss_has_the_storage_of_an_output_is_measured() -> None:
+    plan = remat.plan(workload := regression(F.mse_loss), budget="100%step", target="cpu")
+    _, alive = alive_over_step(workload, None, plan.about)
+    assert len(alive) and int(alive.max()) == plan.without_checkpointing["peak_bytes"]
+
+
+class Late(torch.autograd.Function):
+    """A loss whose forward and backward run in backward, half by half."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: torch.Tensor, model: nn.Module, *given: torch.Tensor) -> torch.Tensor:
+        ctx.model, ctx.given = model, given
+        return given[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        with torch.enable_grad():
+            for x, y in zip(*(each.chunk(2) for each in ctx.given), strict=True):
+                F.mse_loss(ctx.model(x), y).backward()
+        return torch.zeros(()), None, None, None
+
+
+def test_the_loss_of_a_pass_within_backward_is_held_by_no_loop() -> None:
+    workload, place = regression(F.mse_loss), find_planning_device("cpu")
+    late = dataclasses.replace(
+        workload, step=lambda model, batch: Late.apply(torch.zeros((), requires_grad=True), model, *batch)
+    )
+    profile = profile_step(fake_step(late, place), place)
+    memory = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
+    assert not profile.graph.held_outputs
+    assert abs(peak_of_regression(late, late.build()) - memory.peak_without_checkpointing) <= 64
 
 
 def test_a_step_whose_loss_has_the_storage_of_an_output_is_scaled_from_two_records() -> None:

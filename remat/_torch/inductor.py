@@ -343,7 +343,7 @@ def keep_apart(half: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
 
 
 def keep_layouts(forward: fx.GraphModule) -> bool:
-    """Let backward have the images and weights that a forward is given, and no copies; return whether there are any.
+    """Let backward have the images and weights that a forward is given, and no copies; return whether that changes it.
 
     Inductor gives convolutions all that they read in channels-last. Of an input that backward reads too, forward would
     give out the copy. Inputs that are read through `as_strided` keep their layout.
@@ -371,10 +371,12 @@ def keep_layouts(forward: fx.GraphModule) -> bool:
     return bool(copied)
 
 
-def _is_copied(value: torch.Tensor) -> bool:
-    """Return whether a tensor has sizes that are known and another layout than channels-last."""
+def _is_copied(value: Any) -> bool:
+    """Return whether an input is an image whose sizes are known and whose layout is not channels-last."""
+    if not isinstance(value, torch.Tensor) or value.dim() != 4:
+        return False
     is_known = all(isinstance(number, int) for number in (*value.shape, *value.stride()))
-    return is_known and value.dim() == 4 and not value.is_contiguous(memory_format=torch.channels_last)
+    return is_known and not value.is_contiguous(memory_format=torch.channels_last)
 
 
 def _writes(node: fx.Node) -> bool:

@@ -109,10 +109,11 @@ class Search(LoweredCuts):
                 continue
             is_as_said = abs(more.peak_bytes(last) - self.needs(self.lower(last))) <= EQUAL_SHARE * self.most_bytes
             if not self.fits(last):
-                is_far = self.needs(self.lower(last)) > (1 + FAR_OFF) * self.most_bytes
+                lowered = self.lower(last)
+                is_far = lowered.redrawn is not None and self.needs(lowered) > (1 + FAR_OFF) * self.most_bytes
                 if solved.choice is None and (is_as_said or is_far):  # it needs least of all, as far as is known
                     break
-                if (lowered := self.lower(last)).redrawn is None:
+                if lowered.redrawn is None:
                     self.save_unread(lowered.ways)
                 more = self._corrected(more, last)
                 known.add(last.saved)

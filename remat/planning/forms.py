@@ -105,7 +105,7 @@ class StepForms:
         """Yield the forms that also chunk MLPs. (Rule 3)"""
         if not self._row_slices:
             return
-        made = 0
+        made, failed = 0, ""
         for slices in (*self._choice.beside_rows, 0) if self._heads else (0,):
             if made and not slices:
                 return
@@ -116,10 +116,12 @@ class StepForms:
             except LogitsWithheld:  # as above
                 continue
             except (RematError, RuntimeError) as error:  # as where a kernel takes no chunk of its rows
-                warn(f"a form of the step with MLPs in chunks is left out: {str(error).rstrip('.')}.")
+                failed = str(error).partition("\n")[0].rstrip(".")
                 continue
             made += 1
             yield found
+        if failed and not made:
+            warn(f"MLPs are not chunked: {failed}.")
 
     @functools.cached_property
     def rows_us(self) -> float:

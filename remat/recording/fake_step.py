@@ -660,7 +660,7 @@ class FakeStep:
             after_forward()
             self._backward(loss, tracker)
             after_backward()
-            held = [loss.grad_fn if self.deferred is None else None, loss if keeps_output(loss) else None]
+            held = [loss.grad_fn, loss if keeps_output(loss) else None] if self.deferred is None else []
             del loss
             self._let_go()
             with self._after_backward(tracker):

@@ -100,7 +100,7 @@ class HeldLoss:
     def keeps_tensors(self, model: nn.Module) -> bool:
         """Return whether the loss of a step of `model` keeps tensors after its backward; it is looked through once."""
         if self._loss is not None:
-            return True
+            self._keeps = True
         if self._keeps is None and self._root is not None:
             known = {id(parameter) for parameter in model.parameters()}
             held = (tensor for node in nodes_behind([self._root]) for tensor in _kept_by(node))
