@@ -405,7 +405,9 @@ def test_advice_on_a_number_that_ends_a_graph_is_not_logged(
 ) -> None:
     from torch._dynamo.variables.tensor import TensorVariable
 
-    monkeypatch.setattr(logging.getLogger("torch._dynamo.variables.tensor"), "handlers", [caplog.handler])
+    log = logging.getLogger("torch._dynamo.variables.tensor")
+    caplog.set_level(logging.WARNING, log.name)  # a library that another test imports may have raised it
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
     for quiet in (dynamo.tracebacks_unwritten, contextlib.nullcontext):
         TensorVariable._warn_capture_scalar_outputs.cache_clear()
         torch._dynamo.reset()
