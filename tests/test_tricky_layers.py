@@ -119,6 +119,14 @@ def test_a_layer_trains_bit_for_bit_as_without_a_plan(name: str) -> None:
     assert_trains_alike(workload_of(name, copies=1))
 
 
+@pytest.mark.parametrize(
+    ("name", "is_free"), [("trained-then-evaluated", True), ("stacked-statistics", True), ("renormalized", False)]
+)
+def test_what_reads_statistics_after_their_update_alone_may_be_made_again(name: str, is_free: bool) -> None:
+    _, graph = recorded(workload_of(name, copies=1))
+    assert ("other" not in {node.effect for node in graph.nodes}) == is_free
+
+
 @pytest.mark.fast("fp16-batch-norm")
 @pytest.mark.parametrize("name", ["fused-attention", "batch-norm", "drop-path", "relu-in-place", "halves", "brackets"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

@@ -246,6 +246,44 @@ class Renormalized(nn.Module):
         return self.norm(x.transpose(1, 2)).transpose(1, 2).sin()
 
 
+class TrainedThenEvaluated(nn.Module):
+    """A second pass normalizes by the running statistics that the first pass has updated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(LENGTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm, first = self.norm, self.norm(x).sin()
+        return first + F.batch_norm(x.cos(), norm.running_mean, norm.running_var, norm.weight, norm.bias).sin()
+
+
+class StackedStatistics(nn.Module):
+    """The statistics of several domains are rows of one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("means", torch.zeros(2, LENGTH))
+        self.register_buffer("variances", torch.ones(2, LENGTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        means, variances = self.get_buffer("means"), self.get_buffer("variances")
+        return F.batch_norm(x.sin(), means[1], variances[1], training=True).cos()
+
+
+class OwnOperator(nn.Module):
+    """`torch.batch_norm` itself, whose arguments have another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(LENGTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        of = self.norm
+        given = x.sin(), of.weight, of.bias, of.running_mean, of.running_var
+        return torch.batch_norm(*given, True, 0.1, 1e-5, False).cos()
+
+
 class Queue(nn.Module):
     """A slice of a buffer is overwritten, as in a memory bank."""
 
@@ -288,6 +326,9 @@ STATE: dict[str, Callable[[], nn.Module]] = {
     "read-then-written": ReadThenWritten,
     "viewed-then-written": ViewedThenWritten,
     "renormalized": Renormalized,
+    "trained-then-evaluated": TrainedThenEvaluated,
+    "stacked-statistics": StackedStatistics,
+    "own-operator": OwnOperator,
     "queue": Queue,
     "sparse-buffer": SparseMask,
     "sparse-product": lambda: SparseMask(reads=True),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -129,9 +130,14 @@ def _module_path(path: str) -> str:
     return _OWNER.sub("", _CHILD.sub(r".\1", _CACHED.sub(r"\1", path)))
 
 
+def is_operator_of_statistics(node: fx.Node) -> bool:
+    """Return whether `node` calls `torch.batch_norm` itself, whose schema does not say that it writes statistics."""
+    return called(node) == "batch_norm" and not inspect.isfunction(node.target)
+
+
 def updates_statistics(node: fx.Node) -> bool:
-    """Return whether `node` is a batch normalisation that updates running statistics."""
-    if called(node) != "batch_norm":
+    """Return whether `node` is a batch normalisation of `torch.nn.functional` that updates running statistics."""
+    if called(node) != "batch_norm" or is_operator_of_statistics(node):
         return False
     names = ("input", "running_mean", "running_var", "weight", "bias", "training")
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from remat.capture.anchors import module_path, module_paths, updates_statistics
+from remat.capture.anchors import is_operator_of_statistics, module_path, module_paths, updates_statistics
 from remat.capture.nodes import (
     around_regions,
     as_function,
@@ -52,7 +52,8 @@ def _recorded(
     node: fx.Node, function: Callable[..., Any], recorder: Recorder, call: int, is_around: bool
 ) -> Callable[..., Any]:
     """Return `function` with notes of where it begins and ends; `is_around` as in `around_regions`."""
-    effect = "batch_norm" if updates_statistics(node) else "other" if is_around or CHUNKED in node.meta else ""
+    is_plain = is_around or CHUNKED in node.meta or is_operator_of_statistics(node)
+    effect = "batch_norm" if updates_statistics(node) else "other" if is_plain else ""
     bracket, text, module, known = bracket_of(node), called(node), module_path(node), node.meta["identity"]
     names = [argument.name for argument in node.all_input_nodes if is_captured(argument)]
     wiring = tree_leaves((node.args, node.kwargs))

@@ -66,7 +66,8 @@ class Recorder(Tracker):
         self._given_inside: dict[int, dict[str, int]] = {}  # id of a request's argument -> the request
         self._sequence_after = 0
         self._open = 0
-        self._readers: dict[int, set[int]] = {}  # id of a fixed storage -> nodes of forward that take it
+        self._readers: dict[int, set[int]] = {}  # id of a fixed storage -> nodes of forward that read it
+        self._takers: dict[int, set[int]] = {}  # ... that are given it
         self._writers: dict[int, set[int]] = {}  # ... that change it
         self.wrapped_numbers = 0
         self.modules: dict[str, None] = {}  # paths of those that are called, in order
@@ -204,7 +205,7 @@ class Recorder(Tracker):
         assert self._current is not None
         for tensor in tree_leaves(values):
             if isinstance(tensor, torch.Tensor) and self.storage_of(tensor) == FIXED_STORAGE:
-                self._readers.setdefault(id(tensor.untyped_storage()), set()).add(self._current)
+                self._takers.setdefault(id(tensor.untyped_storage()), set()).add(self._current)
 
     def note_statistics(self, statistics: Iterable[torch.Tensor | None]) -> None:
         """Note that the current node updates running statistics, which the operator's schema does not say."""
@@ -325,11 +326,15 @@ class Recorder(Tracker):
         their statistics, which it does not read.
         """
         for storage, writers in self._writers.items():
-            readers = self._readers.get(storage, set()) | writers
             effects = {self._nodes[node]["effect"] for node in writers}
-            if readers == writers and effects == {"counter"}:
-                continue
-            for node in readers - writers if effects == {"batch_norm"} else readers:
+            readers = self._readers.get(storage, set()) | writers
+            if effects == {"batch_norm"}:  # which raises no version: views stay right, and what reads it afterwards
+                readers = {node for node in readers - writers if node < max(writers)}
+            else:
+                readers |= self._takers.get(storage, set())
+                if readers == writers and effects == {"counter"}:
+                    continue
+            for node in readers:
                 self._nodes[node]["effect"] = "other"
 
     # What autograd saves
