@@ -450,10 +450,9 @@ def _errors_behind(error: BaseException | None) -> list[BaseException]:
 
 
 def tracebacks_unwritten() -> contextlib.AbstractContextManager[None]:
-    """Keep torch from logging the traceback of an operator that fails on fake tensors; it is raised anyway.
+    """Keep torch from logging tracebacks of operators that fail on fake tensors, and of guards that cannot be made.
 
-    So are guards that cannot be made. And keep it from advice to capture `Tensor.item()` in a graph, which no plan can
-    take.
+    They are raised anyway. And keep it from advice to capture `Tensor.item()` in a graph, which no plan can take.
 
     If TORCH_LOGS or REMAT_DEBUG is set in the environment, it is logged as usual.
     """
