@@ -95,13 +95,13 @@ def _may_be_chunked(head: Head) -> bool:
     return not weight.requires_grad or head.logits_bytes > 2 * weight.numel()
 
 
-@torch.library.custom_op("remat::add_to", mutates_args=("total",), tags=torch.Tag.flexible_layout)
+@torch.library.custom_op("remat::add_to", mutates_args=("total",), tags=[torch.Tag.flexible_layout])
 def _add_to(total: Tensor, part: Tensor) -> None:
     """Add in a separate kernel: fused additions would keep the parts of all chunks until the last."""
     total.add_(part)
 
 
-@torch.library.custom_op("remat::rows_after", mutates_args=(), tags=torch.Tag.flexible_layout)
+@torch.library.custom_op("remat::rows_after", mutates_args=(), tags=[torch.Tag.flexible_layout])
 def _rows_after(rows: Tensor, first: int, end: int, made: Sequence[Tensor]) -> Tensor:
     """Copy rows once the chunk before is done. Otherwise a compiler may make the logits of all chunks first.
 
