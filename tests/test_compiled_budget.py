@@ -867,7 +867,7 @@ def test_a_table_that_is_corrected_by_a_choice_never_says_that_it_fits_where_it_
 
 
 class Convolved(nn.Sequential):
-    """Convolved whose weights are large beside their activations."""
+    """Convolutions whose weights are large beside their activations."""
 
     def __init__(self, layers: int = 2, width: int = 32) -> None:
         blocks = (nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.GELU()) for _ in range(layers))

@@ -30,7 +30,7 @@ ROUNDS = 6
 MISSES = 3
 HALVINGS = 6
 NEAR = 0.01  # of what a graph may need: limits that are not told apart
-FAR_OFF = 0.05  # of what a graph may need: where the choice that needs least exceeds by more, no other fits
+FAR_OFF = 0.05  # of what a graph may need: where the choice that needs least exceeds by more, none is tried
 EQUAL_SHARE = 0.002  # of what a graph may need: where table and code differ by less, the table's answer is the last
 LEAST_SAVING = 0.005  # of the price: an answer that saves less is not lowered
 
