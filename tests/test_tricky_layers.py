@@ -17,13 +17,16 @@ import pytest
 import torch
 from torch import nn
 
+from remat.costing.planning_device import find_planning_device
 from remat.errors import CaptureError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import to_refs
 from remat.execution.apply import apply, counts_of, planned_forward
 from remat.execution.eager.replay import replay
 from remat.formulation.search_space import find_space
+from remat.planning.profiling import fake_step
 from remat.recording.fake_step import autocast_context
+from remat.recording.record import record
 from remat.workload.workload import Workload
 from tests import tricky_layers
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
@@ -122,8 +125,11 @@ def test_a_layer_trains_bit_for_bit_as_without_a_plan(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "is_free"), [("trained-then-evaluated", True), ("stacked-statistics", True), ("renormalized", False)]
 )
-def test_what_reads_statistics_after_their_update_alone_may_be_made_again(name: str, is_free: bool) -> None:
-    _, graph = recorded(workload_of(name, copies=1))
+@pytest.mark.parametrize("device", ["cpu", "h100-80gb"])
+def test_what_reads_statistics_after_their_update_alone_may_be_made_again(
+    name: str, is_free: bool, device: str
+) -> None:
+    graph = record(fake_step(workload_of(name, copies=1), find_planning_device(device)))
     assert ("other" not in {node.effect for node in graph.nodes}) == is_free
 
 
