@@ -31,7 +31,7 @@ from remat.workload.workload import Workload
 from tests import tricky_layers
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
 from tests.toys import CPU, plan_by_hand, recorded
-from tests.tricky_layers import CHOICES, TRICKY_LAYERS, workload_of
+from tests.tricky_layers import CHOICES, STATE, TRICKY_LAYERS, workload_of
 
 pytestmark = [
     pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD),
@@ -131,6 +131,15 @@ def test_what_reads_statistics_after_their_update_alone_may_be_made_again(
 ) -> None:
     graph = record(fake_step(workload_of(name, copies=1), find_planning_device(device)))
     assert ("other" not in {node.effect for node in graph.nodes}) == is_free
+
+
+@pytest.mark.fast("batch-norm", "renormalized")
+@pytest.mark.parametrize("name", sorted(STATE.keys() - REFUSED))
+def test_a_targets_kernels_change_nothing_about_what_may_be_made_again(name: str) -> None:
+    here, elsewhere = (
+        record(fake_step(workload_of(name, copies=1), find_planning_device(device))) for device in ("cpu", "h100-80gb")
+    )
+    assert [(n.op, n.effect) for n in here.nodes] == [(n.op, n.effect) for n in elsewhere.nodes]
 
 
 @pytest.mark.fast("fp16-batch-norm")
