@@ -327,6 +327,50 @@ class Tabled(Stack):
         return super().forward(x * self.table + self.tables[len(x)])
 
 
+class Pointed(Stack):
+    """A queue in a buffer, and where its next features go in another (MoCo)."""
+
+    queue: torch.Tensor
+    pointer: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", F.normalize(torch.randn(WIDTH, 64), dim=0))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    @torch.no_grad()
+    def enqueue(self, features: torch.Tensor) -> None:
+        at = int(self.pointer)
+        self.queue[:, at : at + 16] = features[:16].t()
+        self.pointer[0] = (at + 16) % 64
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        features = F.normalize(x, dim=-1)
+        y: torch.Tensor = self.head(x) + 0.1 * (features @ self.queue.clone()).logsumexp(-1, keepdim=True)
+        self.enqueue(features)
+        return y
+
+
+class Initialized(Stack):
+    """Scales to the first batch, and notes in a buffer that this is done (activation normalization of Glow)."""
+
+    is_done: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("is_done", torch.tensor(0, dtype=torch.uint8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        if self.training and self.is_done.item() == 0:
+            self.scale.data.copy_(1 / (x.detach().std(0) + 0.1))
+            self.is_done.fill_(1)
+        return super().forward(x * self.scale)
+
+
 CARRYING: dict[str, Callable[[], nn.Module]] = {
     kind.__name__.lower(): kind
     for kind in (
@@ -345,7 +389,7 @@ CARRYING: dict[str, Callable[[], nn.Module]] = {
             Shared,
             Buffered,
         ),
-        *(Noisy, Statistics, Tabled),
+        *(Noisy, Statistics, Tabled, Pointed, Initialized),
     )
 }
 
@@ -402,6 +446,12 @@ def _with_numpy(model: Counting) -> float:
     return float(2 / (1 + np.exp(-model.steps / 10)) - 1)
 
 
+def _without_gradients(model: Counting) -> float:
+    with torch.no_grad():
+        model.steps += 1
+    return min(1.0, model.steps / 1000)
+
+
 def _unused(model: Counting) -> float:
     model.steps += 1
     return 1.0
@@ -452,14 +502,40 @@ class Broken(Stack):
         return y
 
 
+class BufferCounts(Stack):
+    """Counts in a buffer, and computes with the number that it reads off it."""
+
+    steps: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        y: torch.Tensor = super().forward(x) * min(1.0, self.steps.item() / 1000)
+        return y
+
+
 COUNTING: dict[str, Callable[[], nn.Module]] = {
     **{
         count.__name__.strip("_"): functools.partial(Counting, count)
-        for count in (_attribute, _decay, _dictionary, _list, _object, _annealed, _with_numpy, _unused)
+        for count in (
+            _attribute,
+            _decay,
+            _dictionary,
+            _list,
+            _object,
+            _annealed,
+            _with_numpy,
+            _without_gradients,
+            _unused,
+        )
     },
     "dropout": Dropping,
     "layers": LayersCount,
     "several-graphs": Broken,
+    "buffer": BufferCounts,
 }
 
 

@@ -28,7 +28,7 @@ from remat.evaluation.identity import LOOSE_BYTES
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, counts_of
 from remat.execution.eager.graph_as_planned import OTHER_MODEL
-from remat.execution.eager.planned_graphs import PlannedGraphs
+from remat.execution.eager.planned_graphs import MOST_APART, PlannedGraphs
 from remat.execution.first_step import FirstStep
 from remat.recording.record import record
 from remat.validation.validating import validate
@@ -678,3 +678,78 @@ def test_a_module_that_carries_something_is_no_region_of_modules() -> None:
     assert [path for _, _, path in eligible_modules(graph) if path.count(".") == 1] == []
     graph = recorded(workload(CARRYING["shared"]))[1]
     assert eligible_modules(graph) == ()
+
+
+# A branch that a number takes now and then
+
+
+class NowAndThen(Stack):
+    """Restarts an average every `often` forwards, which it counts in an attribute or in a buffer."""
+
+    average: torch.Tensor
+    counted: torch.Tensor
+
+    def __init__(self, often: int, *, in_buffer: bool) -> None:
+        super().__init__()
+        self.often, self.in_buffer, self.steps = often, in_buffer, 0
+        self.register_buffer("average", torch.zeros(WIDTH))
+        self.register_buffer("counted", torch.tensor(0))
+
+    def count(self) -> int:
+        if self.in_buffer:
+            self.counted += 1
+            return int(self.counted)
+        self.steps += 1
+        return self.steps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.count() % self.often == 0:
+            with torch.no_grad():
+                self.average.copy_(x[0])
+        return super().forward(x - self.average)
+
+
+@pytest.mark.parametrize("in_buffer", [False, True])
+def test_a_forward_that_takes_another_way_now_and_then_runs_without_the_plan_and_is_told_of(in_buffer: bool) -> None:
+    work = workload(functools.partial(NowAndThen, 20, in_buffer=in_buffer))
+    plan = tight(work)
+    expected, _ = trained(work, None, 43)
+    with pytest.warns(UserWarning, match=r"another graph than the planned one, which code decides by a number"):
+        found, model = trained(work, plan, 43)
+    assert all(map(torch.equal, expected, found))
+    assert counts_of(model).regions >= 41 * len(plan.regions)
+
+
+def test_it_is_refused_where_what_takes_more_is() -> None:
+    work = workload(functools.partial(NowAndThen, 20, in_buffer=True))
+    plan = tight(work)
+    torch.manual_seed(0)
+    model = apply(work.build(), plan, on_larger="refuse")
+    for _ in range(19):
+        work.step(model, work.batch(work.batch_size, None))
+    with pytest.raises(PlanMismatch, match="another graph than the planned one"):
+        work.step(model, work.batch(work.batch_size, None))
+
+
+class FromThenOn(NowAndThen):
+    def count(self) -> int:
+        return 0 if super().count() >= self.often else 1
+
+
+def test_a_way_that_is_taken_from_then_on_is_refused_after_a_while() -> None:
+    work = workload(functools.partial(FromThenOn, 20, in_buffer=True))
+    plan = tight(work)
+    model = apply(work.build(), plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(19 + MOST_APART):
+            work.step(model, work.batch(work.batch_size, None))
+        with pytest.raises(PlanMismatch, match="whose graph differs from this model's"):
+            work.step(model, work.batch(work.batch_size, None))
+
+
+@pytest.mark.parametrize("in_buffer", [False, True])
+def test_a_way_that_is_taken_every_few_forwards_is_refused_by_the_name_of_the_number(in_buffer: bool) -> None:
+    name = "counted" if in_buffer else "steps"
+    with pytest.raises(CaptureError, match=rf"two graphs .* each changes `{name}`, and follows it"):
+        recorded(workload(functools.partial(NowAndThen, 5, in_buffer=in_buffer)))

@@ -26,6 +26,7 @@ from remat.evaluation.graph import STATE
 from remat.evaluation.plan import Region
 from remat.execution.apply import apply, counts_of
 from remat.models import REGISTRY, build
+from remat.recording.fake_step import FakeStep
 from remat.recording.known_values import KnownValues
 from remat.validation.validating import validate
 from remat.workload.workload import Workload
@@ -422,8 +423,14 @@ class SetUnderAnotherName(Flagged):
         self.state = self.filled.detach()
 
 
-@pytest.mark.parametrize("kind", [SetInAList, SetThroughItsBase, SetUnderAnotherName])
-def test_a_flag_that_is_written_out_of_sight_is_not_known(kind: type[Flagged]) -> None:
+class SetByTheBatch(Flagged):
+    def fill(self, x: torch.Tensor) -> torch.Tensor:
+        self.filled.copy_(x.detach().mean() > 0)
+        return super().fill(x)
+
+
+@pytest.mark.parametrize("kind", [SetThroughItsBase, SetUnderAnotherName, SetByTheBatch])
+def test_a_flag_that_is_written_out_of_sight_or_with_what_is_unknown_is_not_known(kind: type[Flagged]) -> None:
     workload = dataclasses.replace(
         flagged("a byte", is_set=True), build=lambda: kind(FLAGS["a tensor of its own"], is_set=True)
     )
@@ -483,10 +490,46 @@ def total(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.fast("computed", "a byte")
 @pytest.mark.parametrize("name", FLAGS)
-def test_a_flag_that_a_forward_sets_is_refused_with_the_remedy(name: str) -> None:
-    with pytest.raises(CaptureError, match="let `build` return the model with the flag set"):
-        graph_of(flagged(name, is_set=False))
+def test_a_flag_that_the_first_forward_sets_is_followed(name: str) -> None:
+    workload = flagged(name, is_set=False)
+    graph = graph_of(workload)
+    assert graph.about["early_forwards"] == 1
+    plan = plan_by_hand(graph, [Region(0, 2)])
+    plain, planned = workload.build(), apply(workload.build(), plan)
+    with pytest.warns(UserWarning, match="this forward has another graph than later ones"):
+        for seed in range(3):
+            for each in (plain, planned):
+                torch.manual_seed(seed)
+                workload.step(each, workload.batch(64, None)).backward()
+    assert counts_of(planned).regions >= 3
+    for p, q in zip(plain.parameters(), planned.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
+    assert all(map(torch.equal, plain.buffers(), planned.buffers()))
+
+
+def test_flags_are_put_back_with_the_rest_of_a_model_and_changes_name_those_that_code_reads() -> None:
+    torch.manual_seed(0)
+    step = FakeStep(dataclasses.replace(flagged("a byte", is_set=False), build=SetTwice), device=CPU)
+    untouched = step.state()
+    step.warm_up()
+    changes = untouched.changes(statistics=False)
+    assert changes["filled"] == "number" and "calls" not in changes
+    untouched.put_back()
+    assert step.flags == {"filled": [0]}
+
+
+class SetTwice(Flagged):
+    """Has a second flag, a counter, that no code reads."""
+
+    def __init__(self) -> None:
+        super().__init__(FLAGS["a byte"], is_set=False)
+        self.register_buffer("calls", torch.tensor(0))
+
+    def fill(self, x: torch.Tensor) -> torch.Tensor:
+        self.get_buffer("calls").add_(1)
+        return super().fill(x)
 
 
 class Observed(nn.Linear):

@@ -173,7 +173,7 @@ def pairs_of_segments(graph: Graph) -> list[Region]:
     found = []
     for a, b in space.stretches():
         found += [Region(space.segments[i].first, space.segments[min(i + 2, b) - 1].end) for i in range(a, b, 2)]
-    return found
+    return [region for region in found if graph.nodes[region.first].call == graph.nodes[region.end - 1].call]
 
 
 CHOICES: dict[str, Choose] = {

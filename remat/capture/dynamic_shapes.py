@@ -56,8 +56,27 @@ def move_sizes_first(graph_module: fx.GraphModule) -> bool:
         node.replace_all_uses_with(made)
         first = node.next if node is first else first
         graph.erase_node(node)
+    _erase_empty_contexts(graph)
     graph_module.recompile()
     return True
+
+
+def _erase_empty_contexts(graph: fx.Graph) -> None:
+    """Erase contexts without gradients that hold nothing now: a plan does not know of them, nor of their sizes.
+
+    Dynamo erases those that held nothing from the start.
+    """
+    opening, before = None, torch.is_grad_enabled()  # the last switch if nothing follows it yet, and the state before
+    for node in list(graph.nodes):
+        switches = getattr(node.target, "__name__", "") == "_set_grad_enabled"
+        if switches and opening is not None and node.args[0] == before:
+            graph.erase_node(opening)
+            graph.erase_node(node)
+            opening = None
+            continue
+        if opening is not None:
+            before = opening.args[0]
+        opening = node if switches else None
 
 
 def _value(node: fx.Node) -> Any:

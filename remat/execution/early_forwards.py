@@ -94,6 +94,17 @@ class EarlyForwards:
             )
         return said
 
+    @property
+    def warning_apart(self) -> str:
+        """The warning about a later forward that takes another way, by a number that the model changes."""
+        untouched, budget = self._plan.without_checkpointing["peak_bytes"], self._plan.budget_bytes
+        exceeds = f", more than the budget of {gib(budget)}" if untouched > budget else ""
+        return (
+            "this forward has another graph than the planned one, which code decides by a number that the model "
+            f"changes ({listed(self.carried)}). Such forwards run without the plan: their numbers are those of the "
+            f"eager baseline, and they may take its {gib(untouched)}, or what their own operators need{exceeds}."
+        )
+
     def why_traced(self, traces: int) -> str:
         """Explain why a forward was traced so often for batches of one size; empty if the reason is unknown."""
         if not self.carried:

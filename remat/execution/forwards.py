@@ -42,7 +42,10 @@ class ModuleForward:
 
     settled  whether a training forward ran since the last forward outside training
     fits     whether a graph of it was the planned one
+    apart    training forwards of another graph since the last planned one; None before the first planned one
     """
+
+    apart: int | None = None
 
     def __init__(self, planned: StepForward, path: str, module: nn.Module):
         self.planned, self.path, self.module = planned, path, module

@@ -29,7 +29,7 @@ from remat.capture.fake_model import fake_model
 from remat.capture.grouped_products import grouped_products
 from remat.capture.holders import GROWN
 from remat.capture.kernels_on_fakes import kernels_on_fakes
-from remat.capture.model_state import AppendedLists, ModelState, Numbers
+from remat.capture.model_state import AppendedLists, Numbers
 from remat.capture.opaque_functions import known_functions
 from remat.capture.settling import EarlyObservations, settle
 from remat.errors import CaptureError, RematError
@@ -51,6 +51,7 @@ from remat.recording.remedies import not_a_loss
 from remat.recording.repeated_step import RepeatedStep
 from remat.recording.sequences import sequences_of_known_lengths
 from remat.recording.sources import Sources
+from remat.recording.state_on_fakes import NumbersOnFakes, StateOnFakes, flags_of
 from remat.recording.step_graphs import StepGraphs
 from remat.recording.step_refusals import (
     backward_fails,
@@ -125,7 +126,7 @@ class FakeStep:
         self._outside: Any = None  # the kernels of untraced code, while a forward or a backward runs
         self.known = KnownValues()
         self.model, self.shared = fake_model(
-            workload.build, self.mode, device, workload.step, self.known.note_constant, self.known.of_model
+            workload.build, self.mode, device, workload.step, self.known.note_buffer, self.known.of_model
         )
         if modules_under_plans(self.model):
             raise CaptureError(
@@ -265,14 +266,19 @@ class FakeStep:
         kinds = list(tracker.kinds)
         return [kinds[kind] for kind in tracker.op_kinds]
 
-    def state(self) -> ModelState:
+    def state(self) -> StateOnFakes:
         """Return the current state of the model and of the step function; called on fakes."""
-        return ModelState(self.model, data=False, step=self.workload.step)
+        return StateOnFakes(self.model, self.workload.step, self.known)
+
+    @property
+    def flags(self) -> dict[str, list[Any]]:
+        """Values of the buffers that code reads numbers of, by path."""
+        return flags_of(self.model, self.known, self.known.of_buffers())
 
     def numbers(self) -> Numbers:
         """Return the numbers of the model that every step changes, with their present values."""
         with self.shared.borrowed():
-            return Numbers(self.state() if self.early.carried else None, self.early.carried)
+            return NumbersOnFakes(self.state() if self.early.carried else None, self.early.carried)
 
     def run_untraced(self) -> None:
         """Run one more forward without a plan, untraced."""

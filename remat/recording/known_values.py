@@ -8,8 +8,9 @@ alone is computed for the twins too. Where a shape or a number is asked for, the
 Rule 1  In the making of a batch random numbers are known too: drawn from a generator of their own. Once it is made,
         random floats are not: what they steered (a mask, lengths, labels) is. In a step no random number is known, nor
         is anything that depends on one, on a weight or on a buffer. Except for a buffer of one number, or of few
-        integers, that no forward writes into: a flag (`if self.initialized`). It has the value that the making of the
-        model gave it, in whatever way (on the meta device, whose tensors have twins then).
+        integers: a flag (`if self.initialized`), a pointer into a queue. It has the value that the making of the model
+        gave it, in whatever way (on the meta device, whose tensors have twins then), until a forward writes what is not
+        known. Those whose numbers code reads are `asked` for: forwards that change them may follow them.
 Rule 2  Twins are views of each other where the fakes are. What is written into with unknown values is unknown. What
         is overwritten as a whole with known values is known.
 Rule 3  Only small results are known (`MOST_INTEGERS`, `MOST_FLOATS`): what decides a shape is not large.
@@ -26,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -76,7 +77,10 @@ class KnownValues(UnseenMode):
         self._generator: torch.Generator | None = None
         self._drawn: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # (Rule 4)
         self._floats: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # of random floats of a batch
-        self._constants: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # of flags
+        # Of buffers: the view that a value was noted for, and of what is computed out of them, the ids of theirs
+        self._buffers: weakref.WeakKeyDictionary[torch.UntypedStorage, _View] = weakref.WeakKeyDictionary()
+        self._origins: weakref.WeakKeyDictionary[torch.UntypedStorage, frozenset[int]] = weakref.WeakKeyDictionary()
+        self._asked: set[int] = set()
         self._noted: weakref.WeakKeyDictionary[torch.UntypedStorage, torch.UntypedStorage] = weakref.WeakKeyDictionary()
         self._makes_model = False
         self.drawn_lengths = False  # whether lengths were read that are drawn
@@ -117,10 +121,10 @@ class KnownValues(UnseenMode):
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the values of a fake tensor, on the host; None if they are not known."""
         twin = self._twin_of(tensor)
-        return None if twin is None or _address(twin.untyped_storage()) in self._stale else twin
+        return twin if twin is not None and self._is_current(twin) else None
 
-    def note_constant(self, fake: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Note the values of a model's `tensor`, which are known until something writes into it. (Rule 1)"""
+    def note_buffer(self, fake: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Note the values of a model's `tensor`, which are known as long as what is written into it is. (Rule 1)"""
         value = self._value_of(tensor) if _is_of_model(tensor) else None
         if value is None or not _owns_all(tensor):
             return
@@ -130,7 +134,27 @@ class KnownValues(UnseenMode):
         elif not tensor.requires_grad:
             with without_modes():
                 self.note(fake, value.detach().clone())
-            self._constants.add(noted)
+            self._buffers[noted] = _view_of(fake)
+
+    def of_buffers(self) -> dict[torch.UntypedStorage, torch.Tensor]:
+        """Return copies of the known values of the model's buffers, by storage."""
+        with without_modes():
+            twins = ((storage, self._twins.get(storage, {}).get(view)) for storage, view in self._buffers.items())
+            return {storage: twin.clone() for storage, twin in twins if twin is not None and self._is_current(twin)}
+
+    def give_buffers(self, values: Mapping[torch.UntypedStorage, torch.Tensor]) -> None:
+        """Set the values of the model's buffers to `values`, as `of_buffers` has returned them."""
+        with without_modes():
+            for storage, value in values.items():
+                self._twins[storage] = {self._buffers[storage]: value.clone()}
+
+    def is_asked(self, tensor: torch.Tensor) -> bool:
+        """Return whether code has read numbers that are computed out of `tensor`, a buffer of the model."""
+        return id(tensor.untyped_storage()) in self._asked
+
+    def note_asked(self, *tensors: torch.Tensor) -> None:
+        """Note that code reads numbers of known `tensors`."""
+        self._asked |= self._origins_of(tensors)
 
     def hold_for(self, copy: torch.Tensor, tensor: torch.Tensor) -> None:
         """Give `copy` the known values of `tensor`."""
@@ -170,6 +194,12 @@ class KnownValues(UnseenMode):
                 self._drawn.update(leaf.untyped_storage() for leaf in _fakes_in(out))
             if self._generator is not None and (drawn or self._takes_random_floats(args, kwargs)):
                 self._floats.update(leaf.untyped_storage() for leaf in _floats_in(out))
+            if self._buffers and (origins := self._origins_of(_fakes_in((args, kwargs)))):
+                for leaf in tree_leaves(out):
+                    if isinstance(leaf, FakeTensor):
+                        self._origins[leaf.untyped_storage()] = origins
+                    else:
+                        self._asked |= origins
         elif func._schema.is_mutable:
             self._forget(func, args, kwargs)
         return out
@@ -183,7 +213,7 @@ class KnownValues(UnseenMode):
             args = (self._overwritten(args[0]), *args[1:])
         if any(_has_no_data(arg) and self.of(arg) is None for arg in args):  # as nearly always, and at once
             return False, None
-        if any(not _has_no_data(tensor) or tensor.untyped_storage() in self._constants for tensor in changed):
+        if any(not _has_no_data(tensor) for tensor in changed):
             return False, None
         name = func._schema.name.removeprefix("aten::")
         drawn = is_seeded(func)
@@ -247,6 +277,15 @@ class KnownValues(UnseenMode):
         for fake, value in zip(tree_leaves(out), tree_leaves(values), strict=True):
             if _has_no_data(fake) and isinstance(value, torch.Tensor) and self._keeps(value):
                 self._twins.setdefault(fake.untyped_storage(), {})[_view_of(fake)] = value
+
+    def _origins_of(self, tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+        """Return the ids of the storages of buffers that the values of `tensors` are computed out of."""
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        own = {id(storage) for storage in storages if storage in self._buffers}
+        return frozenset(own).union(*(self._origins.get(storage, ()) for storage in storages))
+
+    def _is_current(self, twin: torch.Tensor) -> bool:
+        return _address(twin.untyped_storage()) not in self._stale
 
     def _twin_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         twins = self._twins.get(tensor.untyped_storage())
@@ -333,6 +372,8 @@ def _tolist_of_values(tensor: FakeTensor) -> Any:
     known = values_of(tensor)
     if known is None:
         return _tolist(tensor)
+    for each in _following:
+        each.note_asked(tensor)
     with without_modes():
         return known.tolist()
 

@@ -58,7 +58,7 @@ class Repeats:
 
     def _numbers(self) -> dict[str, Any]:
         with self._step.shared.borrowed():
-            return {**self._sources.numbers(), **numbers_of(self._step.model)}
+            return {**self._sources.numbers(), **numbers_of(self._step.model), **self._step.flags}
 
     def require(self) -> None:
         """Raise CaptureError if two forwards differ, naming the lines that read values from outside torch."""

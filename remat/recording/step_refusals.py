@@ -37,8 +37,8 @@ def forward_fails(workload: Workload, batch: Any, error: Exception) -> CaptureEr
             f"the step of {workload.name!r} reads a number off a tensor (`item()`, `float()`, `if tensor`)"
             f"{line_of(error)}, and no tensor has data while planning. Compute without that number: choose by a "
             "mask (`torch.where`) in place of a count, read what is logged after the step (a hook: keep it, "
-            "detached), keep a counter as a Python number in place of a buffer, or set a layer drop to 0. "
-            "A flag in a buffer is known if no forward sets it: let `build` return the model with the flag set."
+            "detached), or set a layer drop to 0. Flags and counters in a buffer of one number, or of few integers, "
+            "are known unless a forward sets them by a batch or by weights: keep such a number in Python."
         )
     if uses_foreign(error) and not all(isinstance(each, FakeTensor) for each in tensors_of(batch)):
         return CaptureError(f"`batch` of {workload.name!r} returns a tensor {OWN_BATCH}")

@@ -55,6 +55,7 @@ from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import trainable
 
 MANY_TRACES, MANY_SURROUNDINGS = 16, 4
+MOST_APART = 16  # forwards in a row of another graph than planned: more are no exception
 
 UNPACKED_BATCH = (
     "each row of this batch holds one sequence, and the plan is for packed rows: attention takes an explicit mask, "
@@ -281,11 +282,13 @@ class PlannedGraphs(PlannedForward):
             return self._run_completed(unsettled, running, *given)
         if running.mismatch is None and not running.is_early:
             running.mismatch = self._judge.of_calls(running)
-        if running.mismatch is not None:
+        if running.mismatch is not None and not self._takes_another_way(running):
             graphs.forget()  # hooks of modules are not guarded: the trace would be taken again without them
             self._forget_fitting()
             try_again(None, (getattr(type(module), "forward", None) for module in self.model.modules()))
             raise running.mismatch
+        if running.mismatch is None and not running.is_early:
+            running.at.apart = 0
         if len(self._fitting) > known:
             self._report_new_graphs(running)
         if running.is_unpacked:
@@ -295,6 +298,19 @@ class PlannedGraphs(PlannedForward):
         self.loop.returned(result, given)
         self.forwards.returned(running.now, result)
         return result
+
+    def _takes_another_way(self, running: RunningForward) -> bool:
+        """Return whether a forward of another graph is one now and then, by a number that the model changes; report it.
+
+        It ran as traced, without regions. The plan has to have run before, and its forward has to come again.
+        """
+        at = running.at
+        is_able = self._early.carries_numbers and self._weights is None and not self.plan.offloads
+        if not is_able or at.apart is None or at.apart == MOST_APART:
+            return False
+        at.apart += 1
+        self.reports.excess("apart", self._early.warning_apart)
+        return True
 
     def _run_completed(self, unsettled: UnsettledForward, running: RunningForward, args: Any, kwargs: Any) -> Any:
         """Run a forward again, after the model's own forward has had the chance to complete the model."""
