@@ -150,7 +150,7 @@ class KnownValues(UnseenMode):
 
     def is_asked(self, tensor: torch.Tensor) -> bool:
         """Return whether code has read numbers that are computed out of `tensor`, a buffer of the model."""
-        return id(tensor.untyped_storage()) in self._asked
+        return tensor.layout is torch.strided and id(tensor.untyped_storage()) in self._asked
 
     def note_asked(self, *tensors: torch.Tensor) -> None:
         """Note that code reads numbers of known `tensors`."""
