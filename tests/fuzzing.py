@@ -208,7 +208,8 @@ class Trained:
         if self._subject.accumulation == 1:
             self._model.zero_grad(set_to_none=True)
         named = (*self._model.named_parameters(), *self._model.named_buffers())
-        self.values |= {f"{name} {number}": tensor.detach().clone() for name, tensor in named}
+        dense = ((name, tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()) for name, tensor in named)
+        self.values |= {f"{name} {number}": tensor.clone() for name, tensor in dense}
 
     def peak_bytes(self) -> int:
         """Of one more step in the steady state, with what existed before it."""

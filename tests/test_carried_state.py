@@ -24,6 +24,7 @@ from remat.capture.anchors import Signature
 from remat.capture.settling import EarlyObservations, settle
 from remat.costing.device_allocator import measure_peak
 from remat.errors import CaptureError, PlanMismatch
+from remat.evaluation.graph import STATE
 from remat.evaluation.identity import LOOSE_BYTES
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, counts_of
@@ -665,6 +666,17 @@ def test_records_of_a_model_that_counts_are_of_one_step() -> None:
     traced = frames_traced()
     assert [node.op for node in record(step, whole=graph).nodes] == [node.op for node in graph.nodes]
     assert frames_traced() == traced
+
+
+LATEST: list[torch.Tensor] = []
+
+
+def test_what_a_step_leaves_in_a_global_is_gone_in_the_next_one_and_no_state() -> None:
+    def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        LATEST[:] = [model(batch[0])]
+        return F.cross_entropy(LATEST[0], batch[1])
+
+    assert STATE not in recorded(workload(Stack, step=step))[1].fixed_bytes
 
 
 # Executions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -23,10 +24,11 @@ class StateOnFakes(ModelState):
 
     def put_back(self) -> None:
         super().put_back()
-        self.put_flags_back()
+        self.putting_flags_back()()
 
-    def put_flags_back(self) -> None:
-        self._known.give_buffers(self._values)
+    def putting_flags_back(self) -> Callable[[], None]:
+        """Return a function that restores the flags alone."""
+        return functools.partial(self._known.give_buffers, self._values)
 
     def changes(self, *, statistics: bool = True) -> dict[str, str]:
         now, was = (flags_of(self.model, self._known, values) for values in (self._known.of_buffers(), self._values))
@@ -39,12 +41,12 @@ class NumbersOnFakes(Numbers):
 
     def __init__(self, state: StateOnFakes | None, names: Collection[str]):
         super().__init__(state, names)
-        self._state = state
+        self._put_flags_back = None if state is None else state.putting_flags_back()  # no tensors of the state
 
     def put_back(self) -> None:
         super().put_back()
-        if self._state is not None:
-            self._state.put_flags_back()
+        if self._put_flags_back is not None:
+            self._put_flags_back()
 
 
 def flags_of(
