@@ -132,6 +132,55 @@ def test_forced_cuts_are_no_excuse(model: type[nn.Module]) -> None:
     assert_regions_possible(recorded(workload).graph)
 
 
+class Renewed(nn.Module):
+    """Residual layers whose weights are normalized by a power iteration, which writes buffers without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        normed = nn.utils.parametrizations.spectral_norm
+        self.layers = nn.ModuleList(normed(nn.Linear(WIDTH, WIDTH)) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.layers[::2], self.layers[1::2], strict=True):
+            x = x + down(up(x.tanh()).tanh())
+        return x.mean()
+
+
+class TwoStreamsAcrossBreak(nn.Module):
+    """A tuple crosses between graphs, and beside it a second stream, for which the forward has places enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        other = x.sin()
+        values, _ = (x.cos() * other.tanh()).topk(WIDTH, dim=-1)
+        torch._dynamo.graph_break()
+        return (values.sigmoid() * other).exp().mean()
+
+
+@pytest.mark.fast("power-iteration")
+@pytest.mark.parametrize(
+    ("model", "free", "runs"),
+    [
+        pytest.param(Renewed, {"call_method:tanh", "linear", "add"}, 6, id="power-iteration"),
+        pytest.param(TwoStreamsAcrossBreak, {"linear", "call_method:tanh", "mul", "call_method:exp"}, 2, id="break"),
+    ],
+)
+def test_what_no_region_may_hold_is_alone_in_its_segments(model: type[nn.Module], free: set[str], runs: int) -> None:
+    workload = Workload(model.__name__, model, lambda batch, _: torch.randn(batch, WIDTH), lambda m, x: m(x), 4)
+    graph = recorded(workload).graph
+    plain = [segment for segment in find_space(graph).segments if segment.plain]
+    assert len(plain) == runs
+    for segment in plain:
+        ops = [node.op for node in graph.nodes[segment.first : segment.end]]
+        assert not free.intersection(ops)
+    assert_regions_possible(graph)
+
+
 def test_what_the_step_does_outside_the_model_is_plain() -> None:
     graph = recorded(TOYS["tied"]).graph
     last = find_space(graph).segments[-1]

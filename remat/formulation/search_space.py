@@ -8,6 +8,8 @@ Storages that live through a large part of the forward or are used by many layer
 encoder's output) are not counted as crossing: they would hide every cut.
 
 Nodes that touch what is written in place through much of the forward are in no region: there would be no other one.
+They, and those that change a module's state, as a power iteration does, are parted from others by the nearest legal
+cuts, however many storages cross there: their segment is in no region, and should hold little else.
 The borders of the model's layers are always cuts, so that no plan of whole layers is missed.
 
 Runs of nodes between neighbouring cuts are *segments*. "Optimal" always means: among plans made of these segments,
@@ -106,7 +108,7 @@ def find_space(graph: Graph, *, depth: int = DEPTH) -> Space:
         cuts = [p for p in legal if len(crossing[p]) <= most]
         if len(cuts) >= FEWEST_SEGMENTS:
             break
-    forced = forced_cuts(graph) | {cut for block in blocks(graph) for cut in block}
+    forced = forced_cuts(graph, legal) | {cut for block in blocks(graph) for cut in block}
     parts = _Parts(graph, legal)
     cuts = _merge_small(_cut_coarse(sorted({*cuts, *forced}), legal, crossing, parts), forced, crossing, parts)
     segments = tuple(
@@ -232,16 +234,19 @@ def asked_by_all(graph: Graph) -> set[int]:
     return found
 
 
-def forced_cuts(graph: Graph) -> set[int]:
-    """Return the ends of the graph, borders between graph calls, and both sides of nodes that must stay plain."""
-    nodes, once = graph.nodes, runs_once(graph).union(*written_for_long(graph))
-    forced = {0, len(nodes)}
-    for i, node in enumerate(nodes):
-        if i and node.call != nodes[i - 1].call:
-            forced.add(i)
-        if i in once:
-            forced |= {i, i + 1}
-    return forced
+def forced_cuts(graph: Graph, legal: Sequence[int]) -> set[int]:
+    """Return the ends of the graph, borders between graph calls, and both sides of nodes that must stay plain.
+
+    Such nodes, and borders where no region may end, are parted from others at the `legal` cuts around them.
+    Neighbours stay together.
+    """
+    nodes = graph.nodes
+    bounds = sorted({0, *legal, len(nodes)})
+    borders = {i for i in range(1, len(nodes)) if nodes[i].call != nodes[i - 1].call}
+    plain = runs_once(graph).union(*written_for_long(graph), borders.difference(bounds))
+    between = {bisect_right(bounds, i) - 1 for i in plain}
+    sides = between ^ {k + 1 for k in between}
+    return {0, len(nodes), *borders, *(bounds[k] for k in sides)}
 
 
 def _crossing(graph: Graph) -> list[frozenset[int]]:
@@ -311,8 +316,10 @@ def _cut_coarse(cuts: list[int], legal: list[int], crossing: list[frozenset[int]
 def _merge_small(cuts: list[int], forced: set[int], crossing: list[frozenset[int]], parts: _Parts) -> list[int]:
     """Drop cuts until no segment is much smaller than the average, and there are not too many.
 
-    A segment that may be in a region is not merged with one that may not.
+    A segment that may be in a region is not merged with one that may not. Neighbours of which neither may are one.
     """
+    around = itertools.pairwise([False, *parts.plain(cuts), False])
+    cuts = [cut for cut, sides in zip(cuts, around, strict=True) if cut in forced or not all(sides)]
     across = {cut: int(sum(parts.sizes[u] for u in crossing[cut])) for cut in cuts}
     while True:
         works, plain = parts.works(cuts), np.array(parts.plain(cuts))

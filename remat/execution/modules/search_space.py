@@ -93,4 +93,4 @@ def _may_run_again(graph: Graph, path: str, members: list[int]) -> bool:
 
 
 def _cuts(graph: Graph, modules: tuple[Module, ...]) -> list[int]:
-    return sorted(forced_cuts(graph) | {cut for first, end, _ in modules for cut in (first, end)})
+    return sorted(forced_cuts(graph, legal_cuts(graph)) | {cut for first, end, _ in modules for cut in (first, end)})
