@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from remat.evaluation.graph import OUTSIDE, Graph
 from remat.formulation.search_space import Segment, Space, blocks, find_space, legal_cuts, saveable
@@ -144,6 +145,23 @@ class Renewed(nn.Module):
         for up, down in zip(self.layers[::2], self.layers[1::2], strict=True):
             x = x + down(up(x.tanh()).tanh())
         return x.mean()
+
+
+class RenewedFirst(Renewed):
+    """Reads all weights before the first layer, as docs/explanation/limits.md advises."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            for layer in self.layers:
+                assert layer.weight is not None
+            return super().forward(x)
+
+
+def test_weights_that_are_read_first_leave_the_layers_to_regions() -> None:
+    workload = Workload("first", RenewedFirst, lambda batch, _: torch.randn(batch, WIDTH), lambda m, x: m(x), 4)
+    graph = recorded(workload).graph
+    plain = [segment for segment in find_space(graph).segments if segment.plain]
+    assert len(plain) == 6 and plain[-1].end < nodes_of(graph, "linear")[0]
 
 
 class TwoStreamsAcrossBreak(nn.Module):
