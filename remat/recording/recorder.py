@@ -354,7 +354,7 @@ class Recorder(Tracker):
         row = {
             "node": node,
             "storage": self.storage_of(tensor),
-            "copy_bytes": self._rounded(tensor.untyped_storage().nbytes()) if is_state else 0,
+            "copy_bytes": self._rounded(tensor.nbytes) if is_state else 0,
             "at": self.op_count,
             "unpack": -1,
             "used": -1,
