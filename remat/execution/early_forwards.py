@@ -94,15 +94,14 @@ class EarlyForwards:
             )
         return said
 
-    @property
-    def warning_apart(self) -> str:
-        """The warning about a later forward that takes another way, by a number that the model changes."""
+    def warning_apart(self, difference: str) -> str:
+        """Return the warning about a later forward whose graph differs, perhaps by a number that the model changes."""
         untouched, budget = self._plan.without_checkpointing["peak_bytes"], self._plan.budget_bytes
         exceeds = f", more than the budget of {gib(budget)}" if untouched > budget else ""
         return (
-            "this forward has another graph than the planned one, which code decides by a number that the model "
-            f"changes ({listed(self.carried)}). Such forwards run without the plan: their numbers are those of the "
-            f"eager baseline, and they may take its {gib(untouched)}, or what their own operators need{exceeds}."
+            f"this forward has another graph than planned, probably by a number that the model changes "
+            f"({listed(self.carried)}): {difference}. Such forwards run, and recompute nothing: they may take the "
+            f"{gib(untouched)} of a step without a plan, or what their own operators need{exceeds}."
         )
 
     def why_traced(self, traces: int) -> str:

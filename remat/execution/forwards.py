@@ -42,10 +42,7 @@ class ModuleForward:
 
     settled  whether a training forward ran since the last forward outside training
     fits     whether a graph of it was the planned one
-    apart    training forwards of another graph since the last planned one; None before the first planned one
     """
-
-    apart: int | None = None
 
     def __init__(self, planned: StepForward, path: str, module: nn.Module):
         self.planned, self.path, self.module = planned, path, module
@@ -95,6 +92,26 @@ def modules_of(planned: StepForward, model: nn.Module) -> list[ModuleForward]:
         if path:
             found.append(ModuleForward(planned, path, module))
     return found
+
+
+MOST_APART, MOST_IN_A_ROW = 1 / 8, 16  # forwards of another graph, of those as planned beside the first; at a stretch
+
+
+@dataclasses.dataclass
+class Apart:
+    """How often a forward of a step was another graph than planned, and `planned`, how often it was as planned."""
+
+    planned: int = 0
+    apart: int = 0
+    in_a_row: int = 0
+
+    def note_planned(self) -> None:
+        self.planned, self.in_a_row = self.planned + 1, 0
+
+    def takes_one_more(self) -> bool:
+        """Note a forward of another graph; return whether those are exceptions still."""
+        self.apart, self.in_a_row = self.apart + 1, self.in_a_row + 1
+        return self.planned > 0 and self.apart - 1 <= MOST_APART * self.planned and self.in_a_row <= MOST_IN_A_ROW
 
 
 @dataclasses.dataclass(frozen=True)

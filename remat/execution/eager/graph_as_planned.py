@@ -13,6 +13,7 @@ from torch import fx, nn
 from remat._torch.training import function_modes
 from remat.capture.attention_masks import PADDED_BATCH, takes_mask
 from remat.capture.circumstances import differences, hooked, state_of, versions
+from remat.capture.settling import listed
 from remat.errors import PlanMismatch
 from remat.evaluation.identity import Fit
 from remat.evaluation.plan import Plan
@@ -24,6 +25,10 @@ from remat.execution.placing import Placer
 from remat.execution.surroundings import Surroundings
 from remat.units import first_few, gib
 
+OTHER_GRAPH = "whose graph differs from this model's"
+USE_AS_PLANNED = (
+    "use the model as planned, make a plan for it as it is, or train without one after `remat.remove(model)`"
+)
 OTHER_MODEL = 0.02  # of the planned peak: a graph that needs more than that above it is refused
 
 
@@ -48,7 +53,7 @@ class GraphAsPlanned:
         fit = self._placer.fit(call, graph_module, same_shapes=same_shapes)
         if isinstance(fit, Fit):
             return self._larger(running, fit, graph_module)
-        return self._error(running, f"whose graph differs from this model's {fit}", graph_module)
+        return self._error(running, f"{OTHER_GRAPH} {fit}", graph_module)
 
     def of_calls(self, running: RunningForward) -> PlanMismatch | None:
         """Return the error about the number of graph calls of a forward that has run; None if it is as planned."""
@@ -62,6 +67,7 @@ class GraphAsPlanned:
                 f"not when planned (on {', '.join(new[:3])}): a backward hook ends a graph. Make a plan for this model "
                 "with its hooks, or hook the whole model, or its tensors."
             )
+        running.unexplained = "" if self._known_differences(running) else f"it made {count} graph calls, not {planned}"
         return PlanMismatch(
             f"the plan is for a model of {planned} graph calls, this forward made {count}; "
             + (
@@ -99,24 +105,33 @@ class GraphAsPlanned:
 
     def _error(self, running: RunningForward, difference: str, graph_module: fx.GraphModule) -> PlanMismatch:
         """Make the error from a `difference`, everything else known to differ, and a remedy."""
-        found = {"batch": running.given, "versions": versions(), **state_of(self._model)}
-        planned = {**self._plan.about, "batch": running.now.forward.given}
-        said = [f"the plan was made for {self._plan.about['workload']!r}, {difference}", *differences(planned, found)]
+        known, remedy = self._known_differences(running), self._remedy(running, graph_module)
+        running.unexplained = "" if known or remedy else difference.removeprefix(OTHER_GRAPH).strip()
+        said = [f"the plan was made for {self._plan.about['workload']!r}, {difference}", *known]
+        said += differences(self._plan.about, {"versions": versions()})
+        if not known and remedy is None and self._early.carries_numbers:
+            said.append(f"a number that the model changes may be why ({listed(self._early.carried)})")
+        return PlanMismatch(f"{'; '.join([*said, remedy or USE_AS_PLANNED])}.")
+
+    def _known_differences(self, running: RunningForward) -> list[str]:
+        """List in words what else differs from the plan: arguments, the model, what is around it."""
+        found = {"batch": running.given, **state_of(self._model)}
+        said = differences({**self._plan.about, "batch": running.now.forward.given}, found)
         said += self._surroundings.changes()
         if modes := function_modes():
             said.append(
                 f"a torch function mode is on ({', '.join(modes)}): under some, Dynamo leaves out operators of a model "
                 "that is as planned"
             )
-        return PlanMismatch(f"{'; '.join([*said, self._remedy(running, graph_module)])}.")
+        return said
 
     @property
     def _new_hooks(self) -> list[str]:
         """Paths of the modules that have hooks, and had none when planned."""
         return [path for path in hooked(self._model) if path not in self._plan.about.get("hooked", ())]
 
-    def _remedy(self, running: RunningForward, graph_module: fx.GraphModule) -> str:
-        """Suggest a remedy for a graph that differs from the planned one, by its probable cause."""
+    def _remedy(self, running: RunningForward, graph_module: fx.GraphModule) -> str | None:
+        """Suggest a remedy for a graph that differs from the planned one, by its probable cause, if one is known."""
         remedy = self._as_planned.grown() or _remedy_for_mask(running, graph_module)
         if remedy is not None:
             return remedy
@@ -137,7 +152,7 @@ class GraphAsPlanned:
                 f"where the loop changes {first_few(words)}, make a plan of the whole step for each value "
                 "(`workload.with_planned_step()`), and train by one `remat.planned_step(step, plan)` for each"
             )
-        return "use the model as planned, make a plan for it as it is, or train without one after `remat.remove(model)`"
+        return None
 
 
 def _remedy_for_mask(running: RunningForward, graph_module: fx.GraphModule) -> str | None:

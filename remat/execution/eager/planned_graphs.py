@@ -14,6 +14,7 @@ import inspect
 import itertools
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.execution.eager.running_forward import RunningForward
 from remat.execution.early_forwards import EarlyForwards, complete, rehearse
 from remat.execution.first_step import in_own_containers
-from remat.execution.forwards import CurrentForward, ModuleForward, holds, modules_of
+from remat.execution.forwards import Apart, CurrentForward, ModuleForward, holds, modules_of
 from remat.execution.placing import Placer
 from remat.execution.planned_forward import NOT_COMPILED, PlannedForward
 from remat.execution.reports import OnLarger
@@ -55,7 +56,6 @@ from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import trainable
 
 MANY_TRACES, MANY_SURROUNDINGS = 16, 4
-MOST_APART = 16  # forwards in a row of another graph than planned: more are no exception
 
 UNPACKED_BATCH = (
     "each row of this batch holds one sequence, and the plan is for packed rows: attention takes an explicit mask, "
@@ -89,6 +89,7 @@ class PlannedGraphs(PlannedForward):
     calls    runs each graph with its regions
     copies   makes copies between device and host; None: chosen for the device at hand
     main     the one that this is a shorter one of, or itself
+    apart    how often each forward of a step was another graph; of `main`
     """
 
     copies: Copies | None = None
@@ -106,6 +107,7 @@ class PlannedGraphs(PlannedForward):
     def _prepare(self) -> None:
         super()._prepare()
         self._placer, self._early = Placer(self.plan), EarlyForwards(self.plan)
+        self.apart = defaultdict[int, Apart](Apart)
         self._surroundings = Surroundings(self.model)
         self._judge = GraphAsPlanned(
             self.model, self.plan, self._placer, self._early, self._surroundings, self._as_planned
@@ -288,7 +290,7 @@ class PlannedGraphs(PlannedForward):
             try_again(None, (getattr(type(module), "forward", None) for module in self.model.modules()))
             raise running.mismatch
         if running.mismatch is None and not running.is_early:
-            running.at.apart = 0
+            self.main.apart[running.now.number].note_planned()
         if len(self._fitting) > known:
             self._report_new_graphs(running)
         if running.is_unpacked:
@@ -302,14 +304,13 @@ class PlannedGraphs(PlannedForward):
     def _takes_another_way(self, running: RunningForward) -> bool:
         """Return whether a forward of another graph is one now and then, by a number that the model changes; report it.
 
-        It ran as traced, without regions. The plan has to have run before, and its forward has to come again.
+        It ran as traced, without regions. Nothing else may be known to differ, and most forwards have to be as planned.
         """
-        at = running.at
         is_able = self._early.carries_numbers and self._weights is None and not self.plan.offloads
-        if not is_able or at.apart is None or at.apart == MOST_APART:
+        is_able = is_able and bool(running.unexplained) and self._on_larger != "refuse"
+        if not is_able or not self.main.apart[running.now.number].takes_one_more():
             return False
-        at.apart += 1
-        self.reports.excess("apart", self._early.warning_apart)
+        self.reports.warn("apart", self._early.warning_apart(running.unexplained))
         return True
 
     def _run_completed(self, unsettled: UnsettledForward, running: RunningForward, args: Any, kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ class RunningForward:
     is_early  whether it is an early forward (`early_forwards.py`)
     is_rehearsed  whether it is only traced, and runs again
     excess    in words: the memory that it needs above the planned; empty if there is none
+    unexplained  in words: how its graph differs from the planned one, where nothing else is known to differ
     """
 
     at: ModuleForward
@@ -36,6 +37,7 @@ class RunningForward:
     is_early: bool = False
     is_rehearsed: bool = False
     excess: str = ""
+    unexplained: str = ""
 
     def let_go(self) -> None:
         """Let go of the arguments, once the forward has returned."""
