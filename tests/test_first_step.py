@@ -24,9 +24,10 @@ from remat.costing.device_allocator import measure_peak
 from remat.costing.planning_device import find_planning_device
 from remat.errors import CaptureError, FirstStepMismatch
 from remat.evaluation.evaluator import Memory
-from remat.evaluation.form import chunks_of
+from remat.evaluation.form import CHUNKS, chunks_of
 from remat.evaluation.graph import FORWARD_ALONE
 from remat.evaluation.plan import Plan, Region, to_refs
+from remat.execution import first_step as verification
 from remat.execution.apply import apply, counts_of, planned_forward
 from remat.execution.digests import LONGEST, digest_of, in_memory_order
 from remat.execution.eager.region_tape import RegionWatch
@@ -117,6 +118,16 @@ class Language(nn.Module):
         return logits
 
 
+class Warming(Language):
+    """Scales by a number that it counts."""
+
+    steps = 0
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        self.steps += 1
+        return super().hidden(ids) * min(1.0, self.steps / 100)
+
+
 def ids_and_labels(samples: int, length: int | None) -> dict[str, Tensor]:
     ids = torch.randint(CLASSES, (samples, length or LENGTH))
     return {"ids": ids, "labels": ids.roll(-1, dims=1)}
@@ -144,9 +155,10 @@ OUTSIDE = Workload("outside", Language, ids_and_labels, loss_outside, batch_size
 
 
 @functools.cache
-def in_slices(step: Callable[[Any, Any], Tensor] = loss_outside) -> Plan:
+def in_slices(step: Callable[[Any, Any], Tensor] = loss_outside, build: Callable[[], nn.Module] = Language) -> Plan:
     """With twice the budget, so that there is room to verify it."""
-    place, workload = find_planning_device("cpu"), dataclasses.replace(OUTSIDE, step=step).with_planned_step()
+    place = find_planning_device("cpu")
+    workload = dataclasses.replace(OUTSIDE, step=step, build=build).with_planned_step()
     fake = fake_step(workload, place)
     profile = profile_step(fake, place)
     memory = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph))
@@ -857,6 +869,26 @@ def test_without_room_a_head_that_runs_twice_is_compared_where_its_losses_are(
     SPOILT["rows-of-another"].spoil(monkeypatch)
     with pytest.raises(FirstStepMismatch, match="head of the loss"):
         step(Language().train(), remat.planned_step(loss, in_slices(loss)), OUTSIDE)
+
+
+@pytest.mark.parametrize("named", [1, 3])
+def test_without_room_a_forward_that_counts_ends_in_front_of_the_head_too(
+    named: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step of the planning traces it anew; older plans name its head once for each of them."""
+    plan = in_slices(build=Warming)
+    (chunk,) = plan.about[CHUNKS]
+    plan = dataclasses.replace(plan, about={**plan.about, CHUNKS: named * [chunk]})
+    seen, untouched = [], verification._untouched
+
+    def noted(*args: Any) -> Any:
+        seen.append(untouched(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(verification, "_untouched", noted)
+    monkeypatch.setattr(FirstStep, "_room_bytes", lambda self, number: -1)
+    step(Warming().train(), remat.planned_step(loss_outside, plan), OUTSIDE)
+    assert [(len(each.values), len(each.heads)) for each in seen] == [(0, 1)]
 
 
 def test_without_any_room_it_says_so_and_compares_what_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,8 +36,8 @@ class Chunk:
 
 
 def chunks_of(about: Mapping[str, Any]) -> tuple[Chunk, ...]:
-    """Read the chunks of a recorded step or a plan from its `about`."""
-    return tuple(Chunk(**row) for row in about.get(CHUNKS, ()))
+    """Read the chunks of a recorded step or a plan from its `about`, where older ones may name one several times."""
+    return tuple(dict.fromkeys(Chunk(**row) for row in about.get(CHUNKS, ())))
 
 
 @dataclasses.dataclass(frozen=True)

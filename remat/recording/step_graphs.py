@@ -25,31 +25,33 @@ Autocast = torch.dtype | None
 class StepGraphs:
     """The captured graphs of a step, by graph call. Calls of one graph share it, and are known by the first of them.
 
+    A call that was traced anew, as a number of the model had changed, is of its last graph.
+
     prepare  changes a graph before its first run in an autocast dtype (the target's kernels)
     """
 
     def __init__(self, prepare: Callable[[fx.GraphModule, Autocast], None] | None = None):
         self._prepare = prepare
-        self._distinct: dict[int, tuple[int, fx.GraphModule]] = {}  # by id: the call that each was first, and itself
+        self._seen: dict[int, fx.GraphModule] = {}  # by id; kept, so that an id stays its own
         self._called: dict[int, fx.GraphModule] = {}
         self._autocast_of: dict[int, Autocast] = {}
-        self._prepared: dict[tuple[int, Autocast, Form], fx.GraphModule] = {}  # by id, which may be given again
+        self._prepared: dict[tuple[int, int, Autocast, Form], fx.GraphModule] = {}  # by id and first call
         self._watch = Watch()  # of everything chunked
 
     def clear(self) -> None:
-        for table in (self._distinct, self._called, self._autocast_of, self._prepared):
+        for table in (self._seen, self._called, self._autocast_of, self._prepared):
             table.clear()
 
     def note(self, call: int, graph_module: fx.GraphModule, autocast: Autocast) -> None:
         self._called[call], self._autocast_of[call] = graph_module, autocast
-        self._distinct.setdefault(id(graph_module), (call, graph_module))
+        self._seen[id(graph_module)] = graph_module
 
     def ready(self, call: int, form: Form) -> fx.GraphModule:
         """Return a copy of the graph of a call in `form`, with the kernels of the device."""
         graph_module, autocast = self._called[call], self._autocast_of[call]
-        key = (id(graph_module), autocast, form)
+        first = self._first_of(graph_module)
+        key = (id(graph_module), first, autocast, form)
         if key not in self._prepared:
-            first, _ = self._distinct[id(graph_module)]
             ready = formed(graph_module, form, first)
             identity_of(ready)  # before kernels are put in
             if self._prepare is not None:
@@ -77,21 +79,24 @@ class StepGraphs:
         A form with other slices that is prepared already is reused: a graph of thousands of nodes takes a second.
         """
         graph_module, alike = self._called[call], form.in_one_slice
+        first = self._first_of(graph_module)
+        wanted = id(graph_module), first, self._autocast_of[call], alike
         prepared = (
-            known
-            for (which, autocast, other), known in self._prepared.items()
-            if (which, autocast, other.in_one_slice) == (id(graph_module), self._autocast_of[call], alike)
+            known for (*which, other), known in self._prepared.items() if (*which, other.in_one_slice) == wanted
         )
         ready = next(prepared, None) or self.ready(call, form)
         node = next(node for node in ready.graph.nodes if node.name == name)
-        first, _ = self._distinct[id(graph_module)]
         found: ChunkedLoss = node.meta[CHUNKED]
         return dataclasses.replace(found, slices=slices_in(form.chunks, first)[node.meta[HEAD]])
 
     @property
     def distinct(self) -> list[tuple[int, fx.GraphModule]]:
         """Every graph, with the call that it was first."""
-        return list(self._distinct.values())
+        graphs = {id(graph_module): graph_module for graph_module in self._called.values()}
+        return [(self._first_of(graph_module), graph_module) for graph_module in graphs.values()]
+
+    def _first_of(self, graph_module: fx.GraphModule) -> int:
+        return min(call for call, called in self._called.items() if called is graph_module)
 
     @property
     def autocasts(self) -> list[Autocast]:
