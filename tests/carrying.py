@@ -502,6 +502,27 @@ class Broken(Stack):
         return y
 
 
+class BrokenBehind(Stack):
+    """A break behind arithmetic that a later graph uses; a graph that only hands the result on has no nodes either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self.register_buffer("is_set", torch.tensor(True))
+
+    def handed_on(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.is_set else -x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.steps += 1
+            factor = 1 + self.steps
+        torch._dynamo.graph_break()
+        y = super().forward(x) * (factor / 100)
+        later = 2 * self.steps
+        return self.handed_on(y) * (later / 100)
+
+
 class BufferCounts(Stack):
     """Counts in a buffer, and computes with the number that it reads off it."""
 
@@ -515,6 +536,35 @@ class BufferCounts(Stack):
         self.steps += 1
         y: torch.Tensor = super().forward(x) * min(1.0, self.steps.item() / 1000)
         return y
+
+
+class BufferReadTwice(BufferCounts):
+    """Decides by the number, and computes with it later."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        if self.steps.item() < 0:
+            x = -x
+        factor = min(1.0, self.steps.item() / 1000)
+        y: torch.Tensor = Stack.forward(self, x) * factor
+        return y
+
+
+class BufferDecays(BufferCounts):
+    """A running average whose decay is a float that is read off a tensor, between two breaks."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        decay = (1 + self.steps) / (10 + self.steps)
+        with torch.no_grad():
+            self.mean.mul_(decay).add_(x.mean(0), alpha=1 - float(decay))
+        return Stack.forward(self, x - self.mean)
 
 
 COUNTING: dict[str, Callable[[], nn.Module]] = {
@@ -535,7 +585,10 @@ COUNTING: dict[str, Callable[[], nn.Module]] = {
     "dropout": Dropping,
     "layers": LayersCount,
     "several-graphs": Broken,
+    "broken-behind": BrokenBehind,
     "buffer": BufferCounts,
+    "buffer-read-twice": BufferReadTwice,
+    "buffer-decays": BufferDecays,
 }
 
 

@@ -598,7 +598,7 @@ def test_a_forward_that_is_another_graph_for_ever_is_refused_by_name() -> None:
 
 # Counters
 
-FEW_COUNTERS = {"decay", "object", "dropout", "several-graphs"}
+FEW_COUNTERS = {"decay", "object", "dropout", "several-graphs", "buffer-read-twice"}
 
 
 @pytest.mark.parametrize("name", names_of(COUNTING, FEW_COUNTERS))

@@ -5,6 +5,8 @@ third time. Such a graph has more nodes, which compute sizes out of sizes and no
 they are no captured nodes, and are moved in front of all others, where no region begins or ends between them and what
 takes them. One that is read off a tensor which the graph makes is computed out of the sizes that the graph is given.
 Everything else is the graph that was planned for, so the kernels are too.
+
+A graph of nothing but sizes, between two breaks, is none with closed sizes: a plan does not count it.
 """
 
 from __future__ import annotations
@@ -22,12 +24,39 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 def is_size(node: fx.Node) -> bool:
     """Return whether the value of `node` is an open size, or several."""
     value = node.meta.get("example_value")
-    return any(isinstance(each, _SYMBOLS) for each in (value if isinstance(value, (tuple, list)) else (value,)))
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(each, _SYMBOLS) for each in values) or _hands_on_float(node)
+
+
+def _hands_on_float(node: fx.Node) -> bool:
+    """Return whether `node` makes the tensor as which Dynamo lets an open float out of a graph."""
+    is_made = node.target is torch.scalar_tensor and node.kwargs == {"dtype": torch.float64}
+    return is_made and any(map(is_size, node.all_input_nodes)) and all(user.op == "output" for user in node.users)
 
 
 def has_sizes(graph_module: fx.GraphModule) -> bool:
     """Return whether `graph_module` is for batches of several sizes."""
     return any(is_size(node) for node in graph_module.graph.nodes)
+
+
+def has_sizes_alone(graph_module: fx.GraphModule) -> bool:
+    """Return whether `graph_module` computes and returns sizes, and nothing else: with closed ones there is no graph.
+
+    Dynamo erases contexts without gradients that hold nothing, and asks for no graph without a call or a result. What
+    is left of a comparison, which it erases later, is a graph of nothing at all.
+    """
+    nodes = [node for node in graph_module.graph.nodes if node.op != "placeholder" and not is_size(node)]
+    switches = [node.args[0] for node in nodes if _switches_gradients(node)]
+    others = [node for node in nodes if node.op != "output" and not _switches_gradients(node)]
+    results = [node for output in nodes if output.op == "output" for node in output.all_input_nodes]
+    before = torch.is_grad_enabled()
+    are_contexts = switches == [not before, before] * (len(switches) // 2)
+    is_open = has_sizes(graph_module) or len(graph_module.graph.nodes) == 1
+    return is_open and are_contexts and not others and all(map(is_size, results))
+
+
+def _switches_gradients(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "_set_grad_enabled"
 
 
 def move_sizes_first(graph_module: fx.GraphModule) -> bool:
@@ -68,7 +97,7 @@ def _erase_empty_contexts(graph: fx.Graph) -> None:
     """
     opening, before = None, torch.is_grad_enabled()  # the last switch if nothing follows it yet, and the state before
     for node in list(graph.nodes):
-        switches = getattr(node.target, "__name__", "") == "_set_grad_enabled"
+        switches = _switches_gradients(node)
         if switches and opening is not None and node.args[0] == before:
             graph.erase_node(opening)
             graph.erase_node(node)

@@ -45,7 +45,7 @@ from remat.capture.attention_masks import (
     given_masks,
     masks_of,
 )
-from remat.capture.dynamic_shapes import has_sizes, move_sizes_first
+from remat.capture.dynamic_shapes import has_sizes, has_sizes_alone, move_sizes_first
 from remat.capture.eager_answers import Answers, Capture, answering, captured_elsewhere
 from remat.capture.eager_tensors import eager_tensors
 from remat.capture.elsewhere import CaptureDevice
@@ -102,6 +102,7 @@ class GraphCalls:
     is_ones   checks whether an attention mask is all ones
     opens_numbers  whether Python numbers that change from call to call stay open (`open_numbers.py`)
     may_break whether a graph with open sizes may break
+    has_begun   whether a graph of the last call has run, counted or not: it is too late to trace anew
     has_broken  whether the last call broke its graph
     change    rewrites a graph, first seen as call number `call`, before everything else
     under     path of the module whose forward it is; "" for the model's
@@ -123,7 +124,8 @@ class GraphCalls:
         opens_numbers: bool = False,
         may_break: bool = False,
     ):
-        self.function, self.may_break, self.has_broken = function, may_break, False
+        self.function, self.may_break = function, may_break
+        self.has_begun = self.has_broken = False
         self._under = under
         self.opens_numbers = opens_numbers
         self.answers = answers
@@ -155,16 +157,16 @@ class GraphCalls:
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Compile a graph that Dynamo has traced into a callable."""
+        is_counted = not has_sizes_alone(graph_module)
         if foreign_mask(graph_module, example_inputs, self._given):
             raise ForeignMask("the model makes an attention mask of its own, beside that of ones that it is given.")
         self.own_checkpoints += open_nodes(graph_module)
         drop_dead_views(graph_module)
         if self._under:
             put_under(self._under, graph_module)
-        call = self.first + self.count
-        if self._change is not None:
-            graph_module = self._change(call, graph_module)
-        if has_sizes(graph_module) and not self._will_do(graph_module) and self.opens_any:
+        if is_counted and self._change is not None:
+            graph_module = self._change(self.first + self.count, graph_module)
+        if is_counted and has_sizes(graph_module) and not self._will_do(graph_module) and self.opens_any:
             raise SizesNotOpen("the graph depends on the sizes of the batch.")
 
         weakly = weakref.ref(self)
@@ -172,6 +174,9 @@ class GraphCalls:
         def run(*args: Any) -> Any:
             calls = weakly()
             assert calls is not None
+            calls.has_begun = True
+            if not is_counted:
+                return graph_module.forward(*args)
             call = calls.first + calls.count
             calls.count += 1
             return calls._execute_call(call, graph_module, args)
@@ -188,7 +193,7 @@ class GraphCalls:
 
     def _will_do(self, graph_module: fx.GraphModule) -> bool:
         fits = move_sizes_first(graph_module) and (self._fits is None or self._fits(graph_module))
-        return fits or self.count > 0  # too late to trace anew
+        return fits or self.has_begun
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.look(args, kwargs)
@@ -199,7 +204,7 @@ class GraphCalls:
             self.forget(error)
             return self._call(args, kwargs)
         except ForeignMask as error:
-            if self.count:
+            if self.has_begun:
                 raise CaptureError(f"{error} Leave that out of the batch, or plan with it.") from error
         finally:
             self._given, self.named = [], {}
@@ -223,7 +228,7 @@ class GraphCalls:
         return self.masks
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.count, breaks = 0, len(graph_breaks())
+        self.count, self.has_begun, breaks = 0, False, len(graph_breaks())
         if not all(holds(self.named) for holds in self.masks_taken):
             self.forget()
         # A forward that breaks with its sizes open, and not otherwise, is traced for each of them.
@@ -257,7 +262,7 @@ class GraphCalls:
             except trace_error() as error:
                 if (reason := _own_error(error)) is not None:
                     raise reason from error
-                if self.opens_draws and self._backend.has_drawn and not self.count:
+                if self.opens_draws and self._backend.has_drawn and not self.has_begun:
                     raise _DrawNotOpen(str(error)) from error
                 raise CaptureError(f"the model cannot be captured: {first_line(error)}") from error
             # A float that is left open: computed in another order than by Python, or given to Functions more than once.

@@ -247,7 +247,7 @@ class PlannedGraphs(PlannedForward):
             try:
                 return self._run(RunningForward(at, now, args, kwargs, graphs))
             except (SizesNotOpen, CaptureError):
-                if not graphs.opens_any or graphs.count:
+                if not graphs.opens_any or graphs.has_begun:
                     self._raise_own_error(at, args, kwargs)
                     raise
             graphs = self._graphs_for(at, now, less_open=graphs)
