@@ -51,7 +51,7 @@ from tests.carrying import (
     workload,
 )
 from tests.fingerprints import left_by
-from tests.toys import every_block, pairs_of_segments, plan_by_hand, recorded
+from tests.toys import all_in_one, every_block, pairs_of_segments, plan_by_hand, recorded
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
@@ -800,3 +800,49 @@ def test_a_way_that_is_taken_every_few_forwards_is_refused_by_the_name_of_the_nu
     name = "counted" if in_buffer else "steps"
     with pytest.raises(CaptureError, match=rf"two graphs .* each changes `{name}`, and follows it"):
         recorded(workload(functools.partial(NowAndThen, 5, in_buffer=in_buffer)))
+
+
+class Annealed(Stack):
+    """Lowers a temperature from the `since`-th forward on, before its layers or within one of them."""
+
+    temperature: torch.Tensor
+
+    def __init__(self, since: int, *, within: bool, once: bool = False) -> None:
+        super().__init__()
+        self.since, self.within, self.once, self.steps = since, within, once, 0
+        self.register_buffer("temperature", torch.tensor(2.0))
+
+    def anneal(self) -> None:
+        self.steps += not self.once or self.steps <= self.since
+        if self.steps == self.since if self.once else self.steps >= self.since:
+            self.temperature.mul_(0.9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.within:
+            self.anneal()
+        for layer in self.layers:
+            y = layer.up(layer.norm(x))
+            if self.within and layer is self.layers[0]:
+                self.anneal()
+            x = x + layer.down(F.gelu(y / self.temperature))
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_region_begins_behind_a_write_to_a_number_that_was_not_planned(once: bool) -> None:
+    since = 1 if once else 20
+    work = workload(functools.partial(Annealed, since, within=False, once=once))
+    plan = tight(work)
+    model = is_bitwise(work, plan, since + 3)
+    assert counts_of(model).regions == (since + 3) * len(plan.regions)
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_write_to_a_number_within_a_region_makes_another_graph(once: bool) -> None:
+    since = 1 if once else 20
+    work = workload(functools.partial(Annealed, since, within=True, once=once))
+    graph = recorded(work)[1]
+    plan = plan_by_hand(graph, all_in_one(graph))
+    model = is_bitwise(work, plan, since + 3)
+    assert counts_of(model).regions == (3 if once else since - 1) * len(plan.regions)

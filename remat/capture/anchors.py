@@ -58,8 +58,14 @@ def signature_of(graph_module: fx.GraphModule) -> Signature:
 
 
 def graph_key(graph_module: fx.GraphModule) -> str:
-    """Return `identity.key_of` for a graph, without storing it: the graph may still change its form."""
-    return key_of(tuple(_identities(graph_module, captured_nodes(graph_module))))
+    """Return a name for a graph, without storing its identity: the graph may still change its form.
+
+    It is `identity.key_of`, and tells graphs apart that write other numbers into the state of the model.
+    """
+    nodes = captured_nodes(graph_module)
+    identity = tuple(_identities(graph_module, nodes))
+    written = writes_into_state(graph_module, [i for i, node in enumerate(identity) if not node.anchor])
+    return key_of(identity, written)
 
 
 def _identify(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> None:
@@ -254,6 +260,30 @@ def changed(graph_module: fx.GraphModule) -> frozenset[int]:
     return frozenset(ordinal[maker] for maker in makers if maker in ordinal)
 
 
+def writes_into_state(graph_module: fx.GraphModule, among: Collection[int]) -> dict[int, frozenset[int]]:
+    """Return, of each node of `among` that writes into state, the nodes that touch what it writes, by ordinal.
+
+    State is what is older than the graph. Counters that nothing else touches are left out: they may be in regions.
+    """
+    nodes = captured_nodes(graph_module)
+    if not any(writes(nodes[i]) for i in among):
+        return {}
+    state, found = _Storages(graph_module), dict[int, frozenset[int]]()
+    for i in among:
+        if not (writes(nodes[i]) and state.is_older(nodes[i])):
+            continue
+        keys = {storage_key(tensor) for tensor in _tensors(_written(nodes[i]))}
+        touching = [j for j, node in enumerate(nodes) if not keys.isdisjoint(_touched(node))]
+        if _floats(_written(nodes[i])) or not all(writes(nodes[j]) for j in touching):
+            found[i] = frozenset(touching)
+    return found
+
+
+def _touched(node: fx.Node) -> set[int]:
+    """Return the keys of the storages that `node` is given or gives."""
+    return {storage_key(tensor) for each in (node, *node.all_input_nodes) for tensor in _tensors(each)}
+
+
 def _once(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> Iterator[int]:
     state = _Storages(graph_module)
     for i, node in enumerate(nodes):
@@ -273,8 +303,7 @@ def _written_for_long(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> lis
     for i, node in enumerate(nodes):
         for maker in state.makers_of_written(node) if writes(node) else ():
             last |= {storage_key(tensor): i for tensor in _tensors(maker) if maker in own}
-    touched = [{storage_key(t) for each in (node, *node.all_input_nodes) for t in _tensors(each)} for node in nodes]
-    return written_for_long(touched, last)
+    return written_for_long([_touched(node) for node in nodes], last)
 
 
 def _illegal(graph_module: fx.GraphModule, nodes: list[fx.Node], apart: Collection[int]) -> Iterator[int]:

@@ -28,6 +28,7 @@ import dataclasses
 import difflib
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from remat.errors import PlanMismatch
 
@@ -115,15 +116,19 @@ class Difference:
     """The first anchor in which two graphs differ; None for a graph that has ended before it.
 
     position  number of equal anchors before it
+    writes_state  whether what was found writes into the model's state, and is no anchor: `position` is its ordinal
     """
 
     position: int
     planned: NodeId | None
     found: NodeId | None
+    writes_state: bool = False
 
     def __str__(self) -> str:
         if self.found is None:
             return f"it ends where {self.planned} was planned (operator {self.position})"
+        if self.writes_state:
+            return f"{self.found} (operator {self.position}) changes a number of the model, and did not when planned"
         if self.planned is None:
             return f"it goes on with {self.found} (operator {self.position}) where the planned one ends"
         before = f"operator {self.position} is {self.found}"
@@ -191,9 +196,16 @@ def compare(planned: Identity, found: Identity, *, same_shapes: bool = True) -> 
     return Fit(to, len(found), sum(size for size, _ in more), max(more, default=(0, None), key=lambda m: m[0])[1])
 
 
-def key_of(identity: Identity) -> str:
-    """Return a name for a graph call, the same for every equal graph, however spelled."""
-    return hashlib.sha256(repr([key for _, key in _anchors(identity)]).encode()).hexdigest()[:16]
+def key_of(identity: Identity, written: Collection[int] = ()) -> str:
+    """Return a name for a graph call, the same for every equal graph, however spelled.
+
+    written  ordinals of loose nodes that count too, since they write into the state of a model
+    """
+    anchors = _anchors(identity)
+    keys: list[Any] = [key for _, key in anchors]
+    for i in written:
+        keys.append((identity[i].op, identity[i].module, sum(j < i for j, _ in anchors)))
+    return hashlib.sha256(repr(keys).encode()).hexdigest()[:16]
 
 
 _Key = tuple[str, str, int, tuple[int, ...]]

@@ -10,6 +10,10 @@ Rule 2  A save whose node has no counterpart is dropped: there is nothing to kee
 Rule 3  Which nodes of a region draw random numbers or update state is read off the graph at hand; what the plan
         lists is added.
 
+Rule 4  A number of the model (a temperature in a buffer) that only the graph at hand writes is written outside of
+        regions, before those that touch it: a recomputation would find another one, or write it again. A region begins
+        behind such a write where one may. Where it cannot, this is another graph.
+
 Between two anchors lie views, and what costs little: on which side of a border they fall changes no bytes worth a rule.
 
 A plan of file version 1 has no identity; it fits a graph of the same fingerprint only.
@@ -18,10 +22,11 @@ A plan of file version 1 has no identity; it fits a graph of the same fingerprin
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 from torch import fx
 
-from remat.capture.anchors import Reading, identity_of, module_path, read
+from remat.capture.anchors import Reading, identity_of, module_path, read, writes_into_state
 from remat.capture.nodes import called, captured_nodes
 from remat.errors import PlanMismatch
 from remat.evaluation.graph import fingerprint
@@ -53,7 +58,40 @@ class Placer:
             is_same = fingerprint_of(graph_module) == self._plan.fingerprints[call]
             return Fit(tuple(range(nodes)), nodes) if is_same else GraphMismatch(call, nodes)
         fit = compare(self._plan.identities[call], identity_of(graph_module), same_shapes=same_shapes)
+        if not isinstance(fit, Difference) and (held := self._held_write(call, graph_module, fit)) is not None:
+            fit = Difference(held, None, identity_of(graph_module)[held], writes_state=True)
         return GraphMismatch(call, nodes, fit) if isinstance(fit, Difference) else fit
+
+    def _held_write(self, call: int, graph_module: fx.GraphModule, fit: Fit) -> int | None:
+        """Return the first write into the model's state that was not planned and hinders a region, if any. (Rule 4)"""
+        if fit.is_exact or not (regions := self._planned.get(call, ())):
+            return None
+        if not (written := _new_writes(graph_module, fit)):
+            return None
+        cuts = read(graph_module).cuts
+        for region in regions:
+            try:
+                first = position_of(region.first, fit, self._begins(fit, cuts, written))
+                end = position_of(region.last + 1, fit, cuts)
+            except PlanMismatch:  # said where the regions are placed
+                continue
+            for write, touching in written.items():
+                if first <= write and any(first <= node < end for node in touching):
+                    return write
+        return None
+
+    def _begins(self, fit: Fit, cuts: Collection[int] | None, written: Collection[int]) -> Collection[int] | None:
+        """Return the positions of `cuts` where regions begin, behind writes that were not planned where one may."""
+        if cuts is None or not written or self._plan.offloads:  # offloads name the nodes that begin regions
+            return cuts
+        new = _without_counterpart(fit)
+        before = set[int]()
+        for write in written:
+            first = next(i for i in range(write, -2, -1) if i not in new) + 1
+            gap = range(first, next(i for i in range(write, fit.count + 1) if i not in new) + 1)
+            if any(position in cuts for position in gap if position > write):
+                before.update(range(first, write + 1))
+        return frozenset(cuts) - before
 
     def fits_some(self, graph_module: fx.GraphModule) -> bool:
         """Return whether `graph_module` is the graph of any graph call of the plan."""
@@ -70,7 +108,8 @@ class Placer:
         reading = read(graph_module)
         if fit.is_exact:
             reading = dataclasses.replace(reading, cuts=None, apart=())  # the plan was checked for it
-        return tuple(_moved(region, fit, reading) for region in regions)
+        begins = self._begins(fit, reading.cuts, _new_writes(graph_module, fit))
+        return tuple(_moved(region, fit, reading, begins) for region in regions)
 
     def offloads(self, call: int, graph_module: fx.GraphModule) -> CallOffloads:
         """Return the offloads of graph call `call` in `graph_module`. Raises PlanMismatch if a node is missing."""
@@ -93,9 +132,19 @@ def fingerprint_of(graph_module: fx.GraphModule) -> str:
     )
 
 
-def _moved(region: CallRegion, fit: Fit, reading: Reading) -> CallRegion:
-    """Translate `region` into ordinals of the graph at hand."""
-    first = position_of(region.first, fit, reading.cuts)
+def _without_counterpart(fit: Fit) -> frozenset[int]:
+    """Return the ordinals of the nodes that only the graph at hand has."""
+    return frozenset(range(fit.count)).difference(fit.to)
+
+
+def _new_writes(graph_module: fx.GraphModule, fit: Fit) -> dict[int, frozenset[int]]:
+    """Return writes into the model's state that only the graph at hand has, each with the nodes that touch it."""
+    return {} if fit.is_exact else writes_into_state(graph_module, sorted(_without_counterpart(fit)))
+
+
+def _moved(region: CallRegion, fit: Fit, reading: Reading, begins: Collection[int] | None) -> CallRegion:
+    """Translate `region`, which begins at one of `begins`, into ordinals of the graph at hand."""
+    first = position_of(region.first, fit, begins)
     end = position_of(region.last + 1, fit, reading.cuts)
     saved = frozenset(fit.to[i] for i in region.saved) - {-1}
     inside = frozenset(range(first, end)) - saved
@@ -110,5 +159,5 @@ def _moved(region: CallRegion, fit: Fit, reading: Reading) -> CallRegion:
         saved=saved,
         random=inside & (random | reading.random),
         once=inside & (frozenset(fit.to[i] for i in region.once) | reading.once),
-        inner=tuple(_moved(inner, fit, reading) for inner in region.inner),
+        inner=tuple(_moved(inner, fit, reading, begins) for inner in region.inner),
     )
