@@ -20,6 +20,7 @@ from torch.ao.quantization import (
 from torch.utils._pytree import tree_leaves
 
 from remat._torch.dynamo import handlers
+from remat._torch.training import without_modes
 from remat.capture.eager_answers import traced_as
 from remat.errors import CaptureError
 from remat.evaluation.graph import STATE
@@ -567,3 +568,24 @@ def test_an_observer_keeps_what_it_sees_of_real_tensors() -> None:
     with KnownValues().followed():
         total(model, x)
     assert torch.equal(model.rounded.activation_post_process.min_val, model.weight.amin(1))
+
+
+@pytest.mark.parametrize(
+    "shaped",
+    [
+        lambda mask: mask.nonzero(),
+        lambda mask: torch.ones(8)[mask],
+        lambda mask: torch.arange(8).repeat_interleave(mask.long()),
+    ],
+    ids=["nonzero", "index", "repeats"],
+)
+def test_a_buffer_that_decides_a_shape_is_asked_for(
+    known: KnownValues, shaped: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    with without_modes():
+        kept = torch.arange(8) < 3
+    mask = torch.empty(8, dtype=torch.bool)
+    known.note_buffer(mask, kept)
+    assert not known.is_asked(mask)
+    assert shaped(mask).shape[0] == 3
+    assert known.is_asked(mask)

@@ -185,6 +185,7 @@ class KnownValues(UnseenMode):
                 if (flag := answer_that_passes(func, args)) is None:
                     raise
                 return flag
+            self.note_asked(*_fakes_in((args, kwargs)))
             device = next((t.device for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)), None)
             out = tree_map(lambda value: self._fake_of(value, device), values)
         if known:
@@ -261,6 +262,7 @@ class KnownValues(UnseenMode):
         value = None if index is None or index.dtype not in (torch.bool, torch.uint8) else self._value_of(index)
         if index is None or value is None:
             return [index]
+        self.note_asked(index)
         with without_modes():
             found = value.nonzero().unbind(1)
         return [self._fake_of(each, index.device) for each in found]
