@@ -38,6 +38,7 @@ from tests.carrying import (
     CARRYING,
     CLASSES,
     COUNTING,
+    ROWS,
     WIDTH,
     Banked,
     Buffered,
@@ -821,6 +822,7 @@ class Annealed(Stack):
         if not self.within:
             self.anneal()
         for layer in self.layers:
+            assert isinstance(layer, Half)
             y = layer.up(layer.norm(x))
             if self.within and layer is self.layers[0]:
                 self.anneal()
@@ -846,3 +848,55 @@ def test_a_write_to_a_number_within_a_region_makes_another_graph(once: bool) -> 
     plan = plan_by_hand(graph, all_in_one(graph))
     model = is_bitwise(work, plan, since + 3)
     assert counts_of(model).regions == (3 if once else since - 1) * len(plan.regions)
+
+
+class Widening(Stack):
+    """As many experts as a number says, which doubles every `often` forwards."""
+
+    def __init__(self, often: int) -> None:
+        super().__init__()
+        self.often, self.steps = often, 0
+        self.inner, self.outer = (nn.Parameter(torch.randn(256, WIDTH) / 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        size = 8 * 2 ** (self.steps // self.often)
+        return super().forward(x + F.gelu(x @ self.inner[:size].t()) @ self.outer[:size])
+
+
+def test_sizes_that_a_number_enlarges_in_one_graph_are_told_of() -> None:
+    work = workload(functools.partial(Widening, 20))
+    graph = recorded(work)[1]
+    plan = plan_by_hand(graph, pairs_of_segments(graph))
+    plan = dataclasses.replace(plan, budget_bytes=plan.budget_bytes + 2 * ROWS * 8 * 4)  # for 16 experts, not for 32
+    with pytest.warns(UserWarning, match=r"sizes follow a number that the model or the loop changes") as told:
+        found, _ = trained(work, plan, 45)
+    assert len([each for each in told if "sizes follow" in str(each.message)]) == 1
+    assert all(map(torch.equal, trained(work, None, 45)[0], found))
+    model = apply(work.build(), plan, on_larger="refuse")
+    for _ in range(39):
+        work.step(model, work.batch(work.batch_size, None))
+    for _ in range(2):
+        with pytest.raises(PlanMismatch, match="sizes follow a number"):
+            work.step(model, work.batch(work.batch_size, None))
+
+
+class Masked(Stack):
+    """Experts that a mask chooses, which every forward enlarges."""
+
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.arange(64) < 8)
+        self.inner, self.outer = (nn.Parameter(torch.randn(64, WIDTH) / 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.mask.nonzero().squeeze(-1)
+        self.mask.copy_(torch.arange(64, device=x.device) < chosen.numel() + 1)
+        return super().forward(x + F.gelu(x @ self.inner[chosen].t()) @ self.outer[chosen])
+
+
+def test_a_mask_that_forwards_enlarge_is_followed_where_it_decides_a_size() -> None:
+    with pytest.raises(CaptureError, match="`mask`"):
+        recorded(workload(Masked))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -305,3 +306,38 @@ def test_many_traces_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None
         model(*tokens(4, 50))
     assert [warning.filename for warning in caught] == [__file__]
     model(*tokens(4, 40))  # a second warning would be an error here
+
+
+class Scored(nn.Module):
+    """Attention whose scores are as large as the square of the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for query in self.queries:
+            x = x + (query(x) @ x.transpose(1, 2)).softmax(-1) @ x
+        return x
+
+
+SCORED = Workload(
+    "scored",
+    Scored,
+    lambda samples, length: torch.randn(samples, length or 32, 8),
+    lambda model, batch: model(batch).square().mean(),
+    batch_size=16,
+    seq_len=32,
+)
+
+
+@pytest.mark.parametrize("first", [(16, 32), (8, 40)])
+def test_longer_rows_of_a_batch_that_is_no_larger_are_told_of(first: tuple[int, int]) -> None:
+    graph = graph_of(SCORED)
+    model = apply(built(SCORED), plan_by_hand(graph, []))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for samples, length in [first, (16, 32), (32, 16), (8, 32)]:
+            SCORED.step(model, SCORED.batch(samples, length))
+    with pytest.warns(UserWarning, match="sizes follow the shape of this batch"):
+        SCORED.step(model, SCORED.batch(4, 128))

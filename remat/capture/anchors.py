@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,33 @@ def identity_of(graph_module: fx.GraphModule) -> Identity:
     if nodes and "identity" not in nodes[-1].meta:
         _identify(graph_module, nodes)
     return tuple(node.meta["identity"] for node in nodes)
+
+
+def identity_at(graph_module: fx.GraphModule, sizes: Mapping[Any, int]) -> Identity:
+    """Return the identity of `graph_module` with the bytes that its nodes make at open `sizes`, by symbol."""
+    identity = identity_of(graph_module)
+    if not sizes:
+        return identity
+    state, known = _Storages(graph_module), dict[Any, int]()
+    at = functools.partial(_size_at, sizes=sizes, known=known)
+    nodes = captured_nodes(graph_module)
+    return tuple(
+        dataclasses.replace(one, made_bytes=state.made_bytes(node, at)) if one.made_bytes else one
+        for one, node in zip(identity, nodes, strict=True)
+    )
+
+
+def _size_at(size: Any, sizes: Mapping[Any, int], known: dict[Any, int]) -> int:
+    """Return an open `size` for given values of its symbols; `known` keeps results."""
+    expression = size.node.expr
+    if expression not in known:
+        value = expression.subs(sizes)
+        known[expression] = int(value) if value.is_number else _hint(size)
+    return known[expression]
+
+
+def _hint(size: Any) -> int:
+    return size.node.hint or 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,10 +197,11 @@ def _learns(value: Any) -> bool:
     return isinstance(value, nn.Parameter) or getattr(value, "requires_grad", False)
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def _bytes(tensor: torch.Tensor, at: Callable[[Any], int] = _hint) -> int:
+    """Return the bytes of a tensor whose open sizes are as `at` says; by default as they were traced."""
     count = 1
     for size in tensor.shape:
-        count *= size if isinstance(size, int) else size.node.hint or 1
+        count *= size if isinstance(size, int) else at(size)
     return count * tensor.element_size()
 
 
@@ -201,9 +229,9 @@ class _Storages:
             for tensor in _tensors(node):
                 self._maker.setdefault(storage_key(tensor), node)
 
-    def made_bytes(self, node: fx.Node) -> int:
+    def made_bytes(self, node: fx.Node, at: Callable[[Any], int] = _hint) -> int:
         """Return the bytes of the storages that `node` makes, as far as its values reach into them."""
-        own = {storage_key(t): _bytes(t) for t in _tensors(node) if self._maker[storage_key(t)] is node}
+        own = {storage_key(t): _bytes(t, at) for t in _tensors(node) if self._maker[storage_key(t)] is node}
         return sum(own.values())
 
     def makers_of_written(self, node: fx.Node) -> list[fx.Node]:

@@ -27,6 +27,7 @@ class ModelAsPlanned:
     def __init__(self, model: nn.Module, plan: Plan, reports: Reports):
         self._model, self._plan, self._reports = model, plan, reports
         self._largest = 0.0  # elements of the largest batch that was reported
+        self._most_bytes = 0  # of sizes that were reported
 
     @property
     def device_type(self) -> str:
@@ -111,6 +112,18 @@ class ModelAsPlanned:
             f"{gib(self._plan.predicted['peak_bytes'])} and be about {gib(self._peak_of(found / planned))}; "
             "reduce the batch or make a plan for this one.",
         )
+
+    def is_larger(self, forward: Forward, tensors: Sequence[tuple[str, torch.Tensor]]) -> bool:
+        """Return whether a batch of named `tensors` has more elements than that of the planned `forward`."""
+        planned, found = self._elements(forward.elements, tensors)
+        return bool(planned) and found > planned
+
+    def report_sizes(self, more_bytes: int, text: str) -> None:
+        """Report open sizes at which the forward makes `more_bytes` above the planned ones."""
+        if more_bytes > MUCH_LARGER * self._most_bytes:
+            self._most_bytes = more_bytes
+            self._reports.made.discard("sizes")
+        self._reports.excess("sizes", text)
 
     def _elements(self, inputs: Mapping[str, int], tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[float, float]:
         """Count the elements of the planned `inputs`, and those of `tensors`, that make a batch large."""

@@ -22,20 +22,29 @@ A plan of file version 1 has no identity; it fits a graph of the same fingerprin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from torch import fx
 
-from remat.capture.anchors import Reading, identity_of, module_path, read, writes_into_state
+from remat.capture.anchors import Reading, identity_at, identity_of, module_path, read, writes_into_state
 from remat.capture.nodes import called, captured_nodes
 from remat.errors import PlanMismatch
 from remat.evaluation.graph import fingerprint
-from remat.evaluation.identity import Difference, Fit, GraphMismatch, Places, compare, position_of
+from remat.evaluation.identity import Difference, Fit, GraphMismatch, NodeId, Places, compare, position_of
 from remat.evaluation.plan import Plan
 from remat.evaluation.writes import holds_or_leaves
 from remat.execution.eager.offloading import CallOffloads, offloads_in
 from remat.execution.eager.rewrite import CallRegion
 from remat.execution.eager.rewritten_calls import regions_by_call
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+    """Bytes that a graph needs above the planned, and the node that makes most of them."""
+
+    more_bytes: int
+    more_of: NodeId | None
 
 
 class Placer:
@@ -61,6 +70,31 @@ class Placer:
         if not isinstance(fit, Difference) and (held := self._held_write(call, graph_module, fit)) is not None:
             fit = Difference(held, None, identity_of(graph_module)[held], writes_state=True)
         return GraphMismatch(call, nodes, fit) if isinstance(fit, Difference) else fit
+
+    def growth(self, call: int, graph_module: fx.GraphModule, sizes: Mapping[Any, int], *, same_shapes: bool) -> Growth:
+        """Return the bytes that a graph that fits graph call `call` needs above the planned at open `sizes`.
+
+        same_shapes  whether the batch is the planned one. If not, what is smaller is set off: the sums of what regions
+                     leave, and of what the largest region makes, are compared.
+        """
+        if call >= len(self._plan.identities):
+            return Growth(0, None)
+        planned, found = self._plan.identities[call], identity_at(graph_module, sizes)
+        fit = compare(planned, found, same_shapes=True)
+        if isinstance(fit, Difference) or fit.more_of is None:
+            return Growth(0, None)
+        if same_shapes:
+            return Growth(fit.more_bytes, fit.more_of)
+        more = {i: found[j].made_bytes for i, j in enumerate(fit.to) if j >= 0 and planned[i].made_bytes}
+        needs = [self._sums(call, size) for size in ({i: planned[i].made_bytes for i in more}, more)]
+        return Growth(max(needs[1] - needs[0], 0), fit.more_of)
+
+    def _sums(self, call: int, made_bytes: Mapping[int, int]) -> int:
+        """Return the bytes that nodes outside of regions and saved ones make, with those of the largest region."""
+        regions = self._planned.get(call, ())
+        inside = {i for region in regions for i in range(region.first, region.last + 1) if i not in region.saved}
+        most = (sum(made_bytes.get(i, 0) for i in range(region.first, region.last + 1)) for region in regions)
+        return sum(size for i, size in made_bytes.items() if i not in inside) + max(most, default=0)
 
     def _held_write(self, call: int, graph_module: fx.GraphModule, fit: Fit) -> int | None:
         """Return the first write into the model's state that was not planned and hinders a region, if any. (Rule 4)"""
@@ -142,9 +176,9 @@ def _new_writes(graph_module: fx.GraphModule, fit: Fit) -> dict[int, frozenset[i
     return {} if fit.is_exact else writes_into_state(graph_module, sorted(_without_counterpart(fit)))
 
 
-def _moved(region: CallRegion, fit: Fit, reading: Reading, begins: Collection[int] | None) -> CallRegion:
-    """Translate `region`, which begins at one of `begins`, into ordinals of the graph at hand."""
-    first = position_of(region.first, fit, begins)
+def _moved(region: CallRegion, fit: Fit, reading: Reading, begins: Collection[int] | None = None) -> CallRegion:
+    """Translate `region` into ordinals of the graph at hand; it begins at one of `begins`, by default of all cuts."""
+    first = position_of(region.first, fit, reading.cuts if begins is None else begins)
     end = position_of(region.last + 1, fit, reading.cuts)
     saved = frozenset(fit.to[i] for i in region.saved) - {-1}
     inside = frozenset(range(first, end)) - saved

@@ -7,6 +7,8 @@ report where it is a few percent.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from torch import fx, nn
 
@@ -15,7 +17,7 @@ from remat.capture.attention_masks import PADDED_BATCH, takes_mask
 from remat.capture.circumstances import differences, hooked, state_of, versions
 from remat.capture.settling import listed
 from remat.errors import PlanMismatch
-from remat.evaluation.identity import Fit
+from remat.evaluation.identity import Fit, NodeId
 from remat.evaluation.plan import Plan
 from remat.execution.eager.running_forward import RunningForward
 from remat.execution.early_forwards import EarlyForwards
@@ -84,16 +86,9 @@ class GraphAsPlanned:
 
         A plan for a GPU says nothing of bytes on a CPU, whose kernels allocate others.
         """
-        device = next((p.device.type for p in self._model.parameters()), None)
-        if device is not None and (device == "cpu") != (self._plan.target == "cpu"):
+        if not (text := self._excess_of(fit.more_bytes, fit.more_of)):
             return None
         peak_bytes = self._plan.predicted["peak_bytes"]
-        if peak_bytes + fit.more_bytes <= max(self._plan.budget_bytes, peak_bytes):
-            return None
-        text = (
-            f"the forward makes up to {gib(fit.more_bytes)} more than when planned ({fit.more_of}), and the plan has "
-            f"{gib(max(self._plan.budget_bytes - peak_bytes, 0))} to spare"
-        )
         if self._early.is_any and not self._early.may_complete:
             running.excess = f"{text}. What the model keeps is not there yet; later forwards are as planned."
             return None
@@ -102,6 +97,41 @@ class GraphAsPlanned:
             return self._error(running, text, graph_module)
         running.excess = f"{text}; make a plan for this model{'' if sees_sizes else ' and a batch of this size'}."
         return None
+
+    def _excess_of(self, more_bytes: int, more_of: NodeId | None) -> str:
+        """Say that `more_bytes` exceed the budget; empty if they do not, or the plan is for another device."""
+        device = next((p.device.type for p in self._model.parameters()), None)
+        if device is not None and (device == "cpu") != (self._plan.target == "cpu"):
+            return ""
+        peak_bytes = self._plan.predicted["peak_bytes"]
+        if peak_bytes + more_bytes <= max(self._plan.budget_bytes, peak_bytes):
+            return ""
+        return (
+            f"the forward makes up to {gib(more_bytes)} more than when planned ({more_of}), and the plan has "
+            f"{gib(max(self._plan.budget_bytes - peak_bytes, 0))} to spare"
+        )
+
+    def compare_sizes(
+        self, running: RunningForward, call: int, graph_module: fx.GraphModule, sizes: Mapping[Any, int]
+    ) -> bool:
+        """Report a graph that fits, and needs more memory at the present open `sizes`, by symbol, than planned.
+
+        Return whether it could be compared. A batch with more elements than planned has been reported, and is not.
+        """
+        forward, given = running.now.forward, running.given
+        same_shapes = given == forward.given
+        if not holds(given, given):  # a batch within an object
+            return True
+        if not same_shapes and self._as_planned.is_larger(forward, running.tensors):
+            return False
+        growth = self._placer.growth(call, graph_module, sizes, same_shapes=same_shapes)
+        if text := self._excess_of(growth.more_bytes, growth.more_of):
+            why = "a number that the model or the loop changes" if same_shapes else "the shape of this batch"
+            self._as_planned.report_sizes(
+                growth.more_bytes,
+                f"{text}: sizes follow {why}. Make a plan with the largest of them.",
+            )
+        return True
 
     def _error(self, running: RunningForward, difference: str, graph_module: fx.GraphModule) -> PlanMismatch:
         """Make the error from a `difference`, everything else known to differ, and a remedy."""

@@ -37,6 +37,7 @@ from remat.evaluation.form import CAPTURED_FORM, form_of
 from remat.evaluation.plan import Plan
 from remat.execution.eager.graph_as_planned import GraphAsPlanned
 from remat.execution.eager.offloading import Offloader
+from remat.execution.eager.open_sizes import OpenSizes
 from remat.execution.eager.region_tape import Counts
 from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.execution.eager.running_forward import RunningForward
@@ -115,6 +116,7 @@ class PlannedGraphs(PlannedForward):
         self._weights: HostWeights | None = None  # which of them are on the host is seen at the first forward
         self.calls = self._rewritten(observe=self.observe)
         self._fitting: dict[tuple[int, int], fx.GraphModule] = {}  # by call and id; kept, so that an id stays its own
+        self._open: dict[tuple[int, int], OpenSizes] = {}  # of those with any
         self._sizes: set[tuple[int, ...]] = set()  # of batches that were traced
         # By the first forward with the same trace, and its surroundings.
         self._graphs: dict[tuple[int, Hashable], GraphCalls] = {}
@@ -426,6 +428,7 @@ class PlannedGraphs(PlannedForward):
     def _forget_fitting(self) -> None:
         """Let go of the graphs that fit, rewritten ones too; those that still run are judged again."""
         self._fitting.clear()
+        self._open.clear()
         self.calls.let_go()
 
     def _formed(self, call: int, graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -446,7 +449,8 @@ class PlannedGraphs(PlannedForward):
         running = self._ran
         if running.is_rehearsed:
             return graph_module.forward(*args)
-        if (call, id(graph_module)) not in self._fitting:
+        key = call, id(graph_module)
+        if key not in self._fitting:
             # A forward that is about to raise has another graph: its own error counts, so this one waits for the end.
             is_first = running.mismatch is None
             mismatch = running.mismatch or self._judge.mismatch(running, call, graph_module)
@@ -459,11 +463,31 @@ class PlannedGraphs(PlannedForward):
                 if self._weights is not None:
                     raise mismatch  # since its weights are not fetched
                 return graph_module.forward(*args)
-            self._fitting[call, id(graph_module)] = graph_module
+            self._note_sizes(running, call, graph_module, args)
+            self._fitting[key] = graph_module
             running.at.fits = True
             if call + 1 == running.now.forward.first + running.now.forward.calls:
                 running.before = None  # the model is complete, and copies would be there beside all that is saved
+        if (sizes := self._open.get(key)) is not None and sizes.are_larger(args):
+            self._compare_sizes(sizes, running, call, graph_module, args)
         return self.calls(call, graph_module, args)
+
+    def _note_sizes(self, running: RunningForward, call: int, graph_module: fx.GraphModule, args: Any) -> None:
+        """Note the open sizes of a graph that fits, and report one that needs more for a batch of another shape."""
+        sizes = OpenSizes(graph_module)
+        if running.given == running.now.forward.given:
+            sizes.note_compared(args)
+        else:
+            self._compare_sizes(sizes, running, call, graph_module, args)
+        if sizes:
+            self._open[call, id(graph_module)] = sizes
+
+    def _compare_sizes(
+        self, sizes: OpenSizes, running: RunningForward, call: int, graph_module: fx.GraphModule, args: Any
+    ) -> None:
+        """Report a graph that needs more at the sizes among `args` than planned, and note that it was compared."""
+        if self._judge.compare_sizes(running, call, graph_module, sizes.values(args)):
+            sizes.note_compared(args)
 
     def _complete_first(self, running: RunningForward, call: int) -> None:
         """Raise UnsettledForward in a first forward with another or a larger graph than planned.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
+
 from remat.capture.attention_masks import Masks
 from remat.capture.circumstances import given_to
 from remat.capture.dynamo import GraphCalls, element_counts, named_tensors
@@ -51,7 +53,12 @@ class RunningForward:
     @property
     def element_counts(self) -> dict[str, int]:
         """The elements of its input tensors, by name."""
-        return element_counts(named_tensors(self.at.original, self.args, self.kwargs))
+        return element_counts(self.tensors)
+
+    @property
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Its input tensors, with their names."""
+        return named_tensors(self.at.original, self.args, self.kwargs)
 
     @property
     def planned_masks(self) -> Masks:
