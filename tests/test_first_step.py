@@ -891,6 +891,36 @@ def test_without_room_a_forward_that_counts_ends_in_front_of_the_head_too(
     assert [(len(each.values), len(each.heads)) for each in seen] == [(0, 1)]
 
 
+class Scored(Language):
+    """Ids and labels to a loss."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        assert labels is not None
+        return F.cross_entropy(super().forward(ids).view(-1, CLASSES), labels.reshape(-1))
+
+
+def losses_of_two_lengths(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    half: Tensor = model(*(tensor[:, : LENGTH // 2].contiguous() for tensor in batch.values()))
+    return model(*batch.values()) + half
+
+
+def test_without_room_each_forward_ends_in_front_of_its_own_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = dataclasses.replace(OUTSIDE, build=Scored, step=losses_of_two_lengths)
+    forms = FormChoice(slices=(2,), most_row_slices=0, worth=0.0)
+    plan = remat.plan(workload, target="cpu", budget="70%step", forms=forms)
+    assert len(plan.about[CHUNKS]) == 2
+    ended, untouched = [], verification._untouched
+
+    def noted(*args: Any) -> Any:
+        ended.append(untouched(*args))
+        return ended[-1]
+
+    monkeypatch.setattr(verification, "_untouched", noted)
+    monkeypatch.setattr(FirstStep, "_room_bytes", lambda self, number: -1)
+    step(apply(Scored().train(), plan), losses_of_two_lengths, workload)
+    assert [(len(each.values), len(each.heads)) for each in ended] == [(0, 1), (0, 1)]
+
+
 def test_without_any_room_it_says_so_and_compares_what_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FirstStep, "_room_bytes", lambda self, number: -1)
     model, run = planned(TRANSFORMER, "every-block")

@@ -44,6 +44,7 @@ from remat.capture.written_parameters import NoRoom, WrittenParameters
 from remat.chunking.chunked_loss import Watch
 from remat.errors import FirstStepMismatch, is_out_of_memory
 from remat.evaluation.form import CAPTURED_FORM, form_of
+from remat.evaluation.forwards import forwards_of
 from remat.evaluation.graph import FORWARD_ALONE, OPTIMIZER_STATE, STATE
 from remat.evaluation.plan import Plan
 from remat.execution.digests import Digest, digest_of
@@ -152,7 +153,7 @@ class FirstStep:
         """Run the forward without the plan, or return why it cannot run; None while weights are on the host."""
         if weights_on_host(self._model) is not None:
             return None
-        heads, room_bytes = self._linear_heads(), self._room_bytes(number)
+        heads, room_bytes = self._linear_heads(number), self._room_bytes(number)
         ends = room_bytes < 0
         if ends and (not heads or self._form.rows):
             if FORWARD_ALONE not in self._plan.about:
@@ -205,10 +206,15 @@ class FirstStep:
         kept_bytes = self._plan.predicted.get("kept_before_bytes") or [0] * (number + 1)
         return room_bytes - state_bytes - kept_bytes[number] - needed_bytes
 
-    def _linear_heads(self) -> list[nn.Module]:
-        """List the modules that compute the logits of chunked losses, each as often as it does so."""
-        modules = dict(self._model.named_modules())
-        found = [modules.get(chunk.module) for chunk in self._form.chunks]
+    def _linear_heads(self, number: int) -> list[nn.Module]:
+        """List the modules that compute the logits of chunked losses in forward `number`, as often as they do so."""
+        modules, forwards = (
+            dict(self._model.named_modules()),
+            forwards_of(self._plan.about, len(self._plan.fingerprints)),
+        )
+        seen_first = forwards[forwards[number].like]
+        calls = range(seen_first.first, seen_first.first + seen_first.calls)
+        found = [modules.get(chunk.module) for chunk in self._form.chunks if chunk.call in calls]
         return [module for module in found if isinstance(module, nn.Linear)]
 
 
