@@ -871,15 +871,10 @@ def test_without_room_a_head_that_runs_twice_is_compared_where_its_losses_are(
         step(Language().train(), remat.planned_step(loss, in_slices(loss)), OUTSIDE)
 
 
-@pytest.mark.parametrize("named", [1, 3])
-def test_without_room_a_forward_that_counts_ends_in_front_of_the_head_too(
-    named: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each step of the planning traces it anew; older plans name its head once for each of them."""
-    plan = in_slices(build=Warming)
-    (chunk,) = plan.about[CHUNKS]
-    plan = dataclasses.replace(plan, about={**plan.about, CHUNKS: named * [chunk]})
-    seen, untouched = [], verification._untouched
+@pytest.fixture
+def seen_without_room(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Observations of forwards without the plan, where the budget has no room for them."""
+    seen, untouched = list[Any](), verification._untouched
 
     def noted(*args: Any) -> Any:
         seen.append(untouched(*args))
@@ -887,8 +882,19 @@ def test_without_room_a_forward_that_counts_ends_in_front_of_the_head_too(
 
     monkeypatch.setattr(verification, "_untouched", noted)
     monkeypatch.setattr(FirstStep, "_room_bytes", lambda self, number: -1)
+    return seen
+
+
+@pytest.mark.parametrize("named", [1, 3])
+def test_without_room_a_forward_that_counts_ends_in_front_of_the_head_too(
+    named: int, seen_without_room: list[Any]
+) -> None:
+    """Each step of the planning traces it anew; older plans name its head once for each of them."""
+    plan = in_slices(build=Warming)
+    (chunk,) = plan.about[CHUNKS]
+    plan = dataclasses.replace(plan, about={**plan.about, CHUNKS: named * [chunk]})
     step(Warming().train(), remat.planned_step(loss_outside, plan), OUTSIDE)
-    assert [(len(each.values), len(each.heads)) for each in seen] == [(0, 1)]
+    assert [(len(each.values), len(each.heads)) for each in seen_without_room] == [(0, 1)]
 
 
 class Scored(Language):
@@ -904,21 +910,13 @@ def losses_of_two_lengths(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(*batch.values()) + half
 
 
-def test_without_room_each_forward_ends_in_front_of_its_own_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_each_forward_ends_in_front_of_its_own_head(seen_without_room: list[Any]) -> None:
     workload = dataclasses.replace(OUTSIDE, build=Scored, step=losses_of_two_lengths)
     forms = FormChoice(slices=(2,), most_row_slices=0, worth=0.0)
     plan = remat.plan(workload, target="cpu", budget="70%step", forms=forms)
     assert len(plan.about[CHUNKS]) == 2
-    ended, untouched = [], verification._untouched
-
-    def noted(*args: Any) -> Any:
-        ended.append(untouched(*args))
-        return ended[-1]
-
-    monkeypatch.setattr(verification, "_untouched", noted)
-    monkeypatch.setattr(FirstStep, "_room_bytes", lambda self, number: -1)
     step(apply(Scored().train(), plan), losses_of_two_lengths, workload)
-    assert [(len(each.values), len(each.heads)) for each in ended] == [(0, 1), (0, 1)]
+    assert [(len(each.values), len(each.heads)) for each in seen_without_room] == [(0, 1), (0, 1)]
 
 
 def test_without_any_room_it_says_so_and_compares_what_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:

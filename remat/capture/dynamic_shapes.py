@@ -91,7 +91,7 @@ def move_sizes_first(graph_module: fx.GraphModule) -> bool:
 
 
 def _erase_empty_contexts(graph: fx.Graph) -> None:
-    """Erase contexts without gradients that hold nothing now: a plan does not know of them, nor of their sizes.
+    """Erase contexts without gradients that hold nothing now: their sizes were moved, and a plan knows of neither.
 
     Dynamo erases those that held nothing from the start.
     """

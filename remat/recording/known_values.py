@@ -10,7 +10,7 @@ Rule 1  In the making of a batch random numbers are known too: drawn from a gene
         is anything that depends on one, on a weight or on a buffer. Except for a buffer of one number, or of few
         integers: a flag (`if self.initialized`), a pointer into a queue. It has the value that the making of the model
         gave it, in whatever way (on the meta device, whose tensors have twins then), until a forward writes what is not
-        known. Those whose numbers code reads are `asked` for: forwards that change them may follow them.
+        known. `is_asked` tells those whose numbers code reads: what a forward does may depend on them.
 Rule 2  Twins are views of each other where the fakes are. What is written into with unknown values is unknown. What
         is overwritten as a whole with known values is known.
 Rule 3  Only small results are known (`MOST_INTEGERS`, `MOST_FLOATS`): what decides a shape is not large.

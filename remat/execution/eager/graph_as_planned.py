@@ -130,7 +130,7 @@ class GraphAsPlanned:
             why = "a number that the model or the loop changes" if same_shapes else "the shape of this batch"
             self._as_planned.report_sizes(
                 growth.more_bytes,
-                f"{text}: sizes follow {why}. Make a plan with the largest of them.",
+                f"{text}: sizes follow {why}. Make a plan with the largest sizes.",
             )
         return True
 
