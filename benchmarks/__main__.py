@@ -46,6 +46,7 @@ LONG = (
     "repriced",
     "gpu_steps",
     "menus",
+    "counted_work",
 )
 
 

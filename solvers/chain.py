@@ -38,7 +38,9 @@ import numpy as np
 
 from remat.formulation.choices import Row, Run, SharedStorage
 from remat.formulation.problem import Problem
+from remat.work import work
 
+ADDED_S = 25e-6  # of work: for a transition
 AFTER_ALL_SITES = 1 << 30  # comes after every site
 UNBOUNDED_BYTES = 1 << 55  # bytes
 MOST_ASIDE = 62  # bits of an integer of numpy
@@ -177,6 +179,7 @@ class Chain:
         for index, run in enumerate(problem.runs):
             if keep is None or index in keep:
                 self._add(index, run)
+                work(ADDED_S)
         self.beside: dict[tuple[int, int], list[int]] = {}
         self.into: list[list[Transition]] = []
         for b, transitions in enumerate(self.all_into):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 from remat.formulation.choices import Run, SharedStorage
 from remat.formulation.problem import Problem
 from remat.solvers.chain import SMALLEST_STORAGE_DIVISOR, Case, Chain
 from remat.solvers.chain_table import Leg, Table, admits, choose_grain, regions_of
+from remat.solvers.deadline import NEVER, Deadline
 from remat.solvers.heuristic import Proposal
 from remat.solvers.program import over_budget
 from remat.solvers.reduced_costs import useful_runs
@@ -131,11 +131,11 @@ class Branch:
     def cells(self, fineness: int | None = None) -> int:
         return cells_of(self.transition_count, self.levels(fineness))
 
-    def useful_below(self, most_ns: float, deadline_s: float = math.inf) -> set[int] | None:
+    def useful_below(self, most_ns: float, deadline: Deadline = NEVER) -> set[int] | None:
         """Return the runs that every table allows in a plan faster than `most_ns`; None for all."""
         useful = self.useful
         for table in self.tables.values():
-            of_table = useful_runs(table, most_ns, deadline_s)
+            of_table = useful_runs(table, most_ns, deadline)
             useful = of_table if useful is None else useful & of_table
         return useful
 

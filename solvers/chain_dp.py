@@ -40,7 +40,7 @@ from remat.solvers.chain import Case, Chain, storages_outside
 from remat.solvers.chain_branch import LEVELS, Branch, Count, cells_of, grain_of
 from remat.solvers.chain_labels import Limit, Optimum, climb
 from remat.solvers.chain_table import Leg, Table, admits, lost_bytes, regions_of
-from remat.solvers.deadline import OutOfTime, deadline_of
+from remat.solvers.deadline import NEVER, Deadline, OutOfTime
 from remat.solvers.polish import polish
 
 NAME = "chain-dp"
@@ -66,20 +66,24 @@ def solve(problem: Problem, limits: Limits) -> Solution:
 
 def explore(problem: Problem, limits: Limits) -> Incumbent:
     """Solve the problem, and return the solution with the runs that a better plan could consist of."""
-    found = Incumbent(problem, time.monotonic())
+    started = time.monotonic()
+    found = Incumbent(problem, limits.now())
     if limits.start is not None:
         found.offer(limits.start)
     try:
         _ChainSearch(problem, limits, found).run()
     except KeyboardInterrupt:
         found.interrupted = True
-    found.wall_s = time.monotonic() - found.started
+    found.wall_s = time.monotonic() - started
     return found
 
 
 @dataclasses.dataclass
 class Incumbent:
-    """The best plan and bound so far; `left` lists cases that may hold a better plan, None if unknown."""
+    """The best plan and bound so far; `left` lists cases that may hold a better plan, None if unknown.
+
+    started  by `Limits.now`
+    """
 
     problem: Problem
     started: float
@@ -122,24 +126,24 @@ class Incumbent:
         """Return the seconds that finer tables may take."""
         if self.regions is None:
             return math.inf
-        elapsed_s = time.monotonic() - self.started
+        elapsed_s = limits.now() - self.started
         if limits.time_s is not None:
             return limits.time_s - elapsed_s
         return limits.clock.small_gap_s - elapsed_s if self.closed(SMALL_GAP) else limits.clock.finer_s
 
     def late(self, limits: Limits) -> bool:
-        return limits.time_s is not None and time.monotonic() - self.started > limits.time_s
+        return limits.time_s is not None and limits.now() - self.started > limits.time_s
 
     def transition_count(self) -> float:
         """Count the transitions that are left to choose from."""
         return math.inf if self.left is None else sum(branch.transition_count for branch in self.left)
 
-    def useful(self, deadline_s: float = math.inf) -> set[int] | None:
-        """Return the runs that a better plan may contain; None for all, or if unknown by `deadline_s`."""
+    def useful(self, deadline: Deadline = NEVER) -> set[int] | None:
+        """Return the runs that a better plan may contain; None for all, or if unknown by `deadline`."""
         if self.left is None:
             return None
         try:
-            each = [branch.useful_below(self.objective_ns, deadline_s) for branch in self.left]
+            each = [branch.useful_below(self.objective_ns, deadline) for branch in self.left]
         except OutOfTime:
             return None
         return None if None in each else set().union(*(runs for runs in each if runs is not None))
@@ -170,7 +174,7 @@ class _ChainSearch:
         self.exhausted: list[Branch] = []  # of which no table says more, or none in time
         self.spent_s, self.cells, self.labels_s = 0.0, 0, 0.0
         self.gained_at, self.gap_then_ns = found.started, math.inf
-        self.deadline_s = deadline_of(limits, found.started)
+        self.deadline = Deadline.of(limits, found.started)
         self.branch = Branch(Case())  # that is being solved, or refined, or split
 
     def run(self) -> None:
@@ -211,7 +215,7 @@ class _ChainSearch:
 
         Without a time limit, a search that has a plan also ends some time after it began.
         """
-        now, gap_ns = time.monotonic(), self.found.objective_ns - self.found.bound_ns
+        now, gap_ns = self.limits.now(), self.found.objective_ns - self.found.bound_ns
         if self.limits.time_s is None and now - self.found.started > self.limits.clock.chain_s and gap_ns < math.inf:
             return True
         if math.isinf(gap_ns) or gap_ns < (1 - PROGRESS) * self.gap_then_ns:
@@ -288,7 +292,7 @@ class _ChainSearch:
         counts none already, its points are those at which plans exceeded the budget so far (fictitious play: Brown
         1951).
         """
-        started, tables = time.monotonic(), dict[Count, tuple[float, Table]]()
+        started, tables = self.limits.now(), dict[Count, tuple[float, Table]]()
         low, high, count = 0, 100, branch.count or Count()
         while count not in tables:
             try:
@@ -320,7 +324,7 @@ class _ChainSearch:
             if not table.chain.has_forward_held:
                 break
             count = dataclasses.replace(count, percent=percent)
-        self.spent_s += time.monotonic() - started
+        self.spent_s += self.limits.now() - started
         by_bound = sorted(tables, key=lambda count: -tables[count][0])
         best_ns = tables[by_bound[0]][0]
         return dataclasses.replace(
@@ -335,7 +339,7 @@ class _ChainSearch:
 
         They are limited by the chain of the best table, and by chains that count the excess of the labels' plans.
         """
-        started = time.monotonic()
+        started = self.limits.now()
         assert branch.count is not None
         others = (each for each in branch.counts if each != branch.count)
         aside = storages_outside(self.problem, branch.case) if branch.uncounted else ()
@@ -356,7 +360,7 @@ class _ChainSearch:
             overstepped = _offer(optimum.legs, self.found)
             if overstepped is None:
                 break
-            is_late = time.monotonic() - started > self.spent_s + self.limits.clock.labels_s
+            is_late = self.limits.now() - started > self.spent_s + self.limits.clock.labels_s
             if overstepped.limit in branch.counts:
                 # Legs of labels with storages set aside are not the table's: too little is known of them.
                 chain, grain = branch.table.chain, branch.table.grain
@@ -367,18 +371,17 @@ class _ChainSearch:
             if is_late:
                 break
             branch = dataclasses.replace(branch, counts=(*branch.counts, overstepped.limit))
-        took_s = time.monotonic() - started
+        took_s = self.limits.now() - started
         self.labels_s += took_s
         self.gained_at += took_s  # their failure says little about tables
         return branch
 
     def _climb(self, among: Sequence[Limit], bound_ns: float, spare_bytes: int = 0) -> Optimum:
         """Climb with labels; those that track storages set aside replace many tables, and may take as long."""
-        most_ns, step_s, deadline_s = self.found.objective_ns, self.limits.clock.labels_s, self.deadline_s
+        most_ns, step_s, deadline = self.found.objective_ns, self.limits.clock.labels_s, self.deadline
         if among[0].chain.case.aside:
-            step_s, until_s = math.inf, time.monotonic() + self.found.patience_s(self.limits)
-            deadline_s = min(deadline_s, until_s)
-        return climb(among, bound_ns, most_ns, step_s=step_s, deadline_s=deadline_s, spare_bytes=spare_bytes)
+            step_s, deadline = math.inf, deadline.in_at_most(self.found.patience_s(self.limits))
+        return climb(among, bound_ns, most_ns, step_s=step_s, deadline=deadline, spare_bytes=spare_bytes)
 
     def _offer_less(self, among: Sequence[Limit], bound_ns: float, spare_bytes: int) -> None:
         """Offer the best of the plans that keep fewer bytes, as chains underestimate, and fewer again."""
@@ -395,8 +398,8 @@ class _ChainSearch:
         chain = Chain(
             self.problem, branch.case, branch.useful, forward_held_percent=count.percent, held_at=count.held_at
         )
-        deadline_s = self.deadline_s if self.cells else math.inf  # without the first table there is no bound
-        table = Table(chain, grain_of(chain, branch.fineness), deadline_s)
+        deadline = self.deadline if self.cells else NEVER  # without the first table there is no bound
+        table = Table(chain, grain_of(chain, branch.fineness), deadline)
         self.cells += cells_of(chain.transition_count, table.levels)
         return table
 
@@ -409,7 +412,7 @@ class _ChainSearch:
             return []
         useful = branch.useful
         if branch.is_filtered:
-            useful = branch.useful_below(self.found.objective_ns, self.deadline_s)
+            useful = branch.useful_below(self.found.objective_ns, self.deadline)
         before = len(self.problem.runs) if branch.useful is None else len(branch.useful)
         fineness = branch.next_fineness
         if branch.says_more_at is None and useful is not None and len(useful) > FEWER * before:

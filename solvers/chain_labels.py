@@ -23,7 +23,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -31,8 +30,11 @@ import numpy as np
 
 from remat.solvers.chain import Chain, Item, Transition
 from remat.solvers.chain_table import Leg, Table, Values
-from remat.solvers.deadline import OutOfTime, check_time
+from remat.solvers.deadline import NEVER, Deadline, OutOfTime
+from remat.work import work
 
+STEP_S, LABEL_S = 25e-6, 50e-9  # of work: for a filter of labels, and for each of them
+PAIR_S = 1.5e-9  # of work: for a number of two labels that are compared
 LIMITS = (0.125, 0.25, 0.5, 1.0)  # of the range between bound and best plan
 MOST_LABELS = 100_000  # at one cut, or while a region chooses its saves
 GROWTH_UNTIL_FILTER = 1.5  # growth after which labels that others beat are dropped
@@ -128,7 +130,7 @@ def climb(
     most_ns: float,
     *,
     step_s: float = math.inf,
-    deadline_s: float = math.inf,
+    deadline: Deadline = NEVER,
     spare_bytes: int = 0,
 ) -> Optimum:
     """Return the optimum of `limits` if it is below `most_ns`, else a better bound, as far as labels stay few.
@@ -139,14 +141,14 @@ def climb(
     found = Optimum(bound_ns)
     with contextlib.suppress(TooManyLabels, OutOfTime):
         for share in LIMITS:
-            step_until_s = min(time.monotonic() + step_s, deadline_s)
-            found = optimum(limits, bound_ns + share * below_ns, deadline_s=step_until_s, spare_bytes=spare_bytes)
+            step_end = deadline.in_at_most(step_s)
+            found = optimum(limits, bound_ns + share * below_ns, deadline=step_end, spare_bytes=spare_bytes)
             if found.legs is not None:
                 break
     return dataclasses.replace(found, bound_ns=max(found.bound_ns, bound_ns))
 
 
-def optimum(limits: Sequence[Limit], limit_ns: float, *, deadline_s: float = math.inf, spare_bytes: int = 0) -> Optimum:
+def optimum(limits: Sequence[Limit], limit_ns: float, *, deadline: Deadline = NEVER, spare_bytes: int = 0) -> Optimum:
     """Return the best plan within the limits of all chains, to the byte, if it is below `limit_ns`.
 
     Otherwise `limit_ns` is the bound.
@@ -154,9 +156,9 @@ def optimum(limits: Sequence[Limit], limit_ns: float, *, deadline_s: float = mat
     limits       of chains that differ only in how they count forward-held bytes
     spare_bytes  bytes below the limits that plans must leave free
 
-    Raises TooManyLabels if too many states may still be part of such a plan, and OutOfTime after `deadline_s`.
+    Raises TooManyLabels if too many states may still be part of such a plan, and OutOfTime after `deadline`.
     """
-    return _LabelSearch(limits, limit_ns, deadline_s, spare_bytes).run()
+    return _LabelSearch(limits, limit_ns, deadline, spare_bytes).run()
 
 
 class _History:
@@ -200,10 +202,10 @@ class _Folds:
         self._until = {b: self._after}
         self._settled = b
 
-    def down_to(self, a: int, deadline_s: float) -> Values:
+    def down_to(self, a: int, deadline: Deadline) -> Values:
         """Return R for a region that begins at `a`."""
         while self._settled > a:
-            check_time(deadline_s)
+            deadline.check()
             self._settled -= 1
             where = self._settled, self._b, self._never_again
             for items in zip(self._chain.items(*where), self._table.chain.items(*where), strict=True):
@@ -226,9 +228,9 @@ class _Starts:
         self._folds = folds
         self.labels: dict[int, dict[int, list[Labels]]] = {}
 
-    def rests(self, a: int, deadline_s: float) -> list[Values]:
+    def rests(self, a: int, deadline: Deadline) -> list[Values]:
         """List R of each table for a region that begins at `a`."""
-        return [fold.down_to(a, deadline_s) for fold in self._folds]
+        return [fold.down_to(a, deadline) for fold in self._folds]
 
     def steps(self) -> Iterator[tuple[Step, ...]]:
         """Iterate over `_Folds.steps` of all tables together."""
@@ -236,12 +238,12 @@ class _Starts:
 
 
 class _LabelSearch:
-    def __init__(self, limits: Sequence[Limit], limit_ns: float, deadline_s: float, spare_bytes: int):
+    def __init__(self, limits: Sequence[Limit], limit_ns: float, deadline: Deadline, spare_bytes: int):
         self._limits = limits
         self._tables, self._chains = [each.table for each in limits], [each.chain for each in limits]
         self._aside = self._chains[0].case.aside
         self._lacking = np.array(self._chains[0].lacking_aside, dtype=np.int64)
-        self._limit_ns, self._deadline_s = limit_ns, deadline_s
+        self._limit_ns, self._deadline = limit_ns, deadline
         self._history = _History()
         none = np.zeros(1, dtype=np.int64)
         kept = tuple(none + spare_bytes for _ in limits)
@@ -290,7 +292,7 @@ class _LabelSearch:
                     never_again = transition.never_again
                     if never_again not in starts:
                         starts[never_again] = _Starts([_Folds(limit, b, never_again) for limit in self._limits])
-                    rests = starts[never_again].rests(transition.a, self._deadline_s)
+                    rests = starts[never_again].rests(transition.a, self._deadline)
                     to = starts[never_again].labels.setdefault(transition.a, {})
                 else:
                     rests, to = [table.values[b] for table in self._tables], found
@@ -383,6 +385,7 @@ class _LabelSearch:
     def _below_limit(self, labels: Labels, rests: Sequence[np.ndarray]) -> Labels:
         """Select the labels that may lead to plans below the limit; `rests` are R by level."""
         for at, (table, rest) in enumerate(zip(self._tables, rests, strict=True)):
+            work(STEP_S + len(labels.time) * LABEL_S)
             levels = labels.in_tables[at] // table.grain
             least = labels.time + rest[np.minimum(levels, table.levels - 1)]
             labels = labels.where((levels < table.levels) & (least < self._limit_ns))
@@ -395,7 +398,8 @@ class _LabelSearch:
         """
         if len(labels.time) > MOST_LABELS:
             raise TooManyLabels
-        check_time(self._deadline_s)
+        self._deadline.check()
+        work(STEP_S + len(labels.time) * LABEL_S)
         counted = () if self._table_allows_it else labels.counted
         order = np.lexsort((-labels.aside, labels.time, *reversed((*labels.kept, *counted))))
         labels = labels.where(order)
@@ -407,13 +411,14 @@ class _LabelSearch:
         best, best_aside = columns[:, :0], labels.aside[:0]
         for begin in range(0, len(labels.time), BLOCK):
             block, aside = columns[:, begin : begin + BLOCK], labels.aside[begin : begin + BLOCK]
+            work(columns.shape[0] * block.shape[1] * (best.shape[1] + block.shape[1]) * PAIR_S)
             beaten = self._beats(best, best_aside, block, aside).any(axis=0)
             among = self._beats(block, aside, block, aside)
             beaten |= np.triu(among, 1).any(axis=0)
             unbeaten[begin : begin + BLOCK] = ~beaten
             best = np.concatenate([best, block[:, ~beaten]], axis=1)
             best_aside = np.concatenate([best_aside, aside[~beaten]])
-            check_time(self._deadline_s)
+            self._deadline.check()
         return labels.where(unbeaten)
 
     @functools.cached_property

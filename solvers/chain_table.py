@@ -19,8 +19,10 @@ import numpy as np
 from remat.evaluation.plan import Region
 from remat.formulation.problem import Problem
 from remat.solvers.chain import Chain, Item, Transition
-from remat.solvers.deadline import check_time
+from remat.solvers.deadline import NEVER, Deadline
+from remat.work import work
 
+TRANSITION_S, LEVEL_S = 6e-6, 1.5e-9  # of work: for a transition or an item, and for a level of it
 MOST_CELLS = 60_000_000  # of a table: longer chains get coarser grains
 FREQUENT_SIZES, PARTS = 60, 200  # from which grains are tried
 
@@ -108,9 +110,9 @@ def _sizes(chain: Chain) -> Iterator[int]:
 
 
 class Table:
-    """R, and the run that each entry goes on with. Raises OutOfTime after `deadline_s`."""
+    """R, and the run that each entry goes on with. Raises OutOfTime after `deadline`."""
 
-    def __init__(self, chain: Chain, grain: int, deadline_s: float = math.inf):
+    def __init__(self, chain: Chain, grain: int, deadline: Deadline = NEVER):
         self.chain = chain
         self.grain = grain
         self.levels = max(chain.room // self.grain + 1, 1)
@@ -122,7 +124,8 @@ class Table:
         for b in range(chain.count, 0, -1):
             self.cap_forward(self.values, b)
             self._lift(b)
-            check_time(deadline_s)
+            deadline.check()
+            work(len(chain.into[b]) * (TRANSITION_S + self.levels * LEVEL_S))
             for transition, k, through in self.through_transitions_into(b):
                 self._improve(transition, k, through)
         self.cap_forward(self.values, 0)
@@ -176,6 +179,7 @@ class Table:
 
     def fold_item(self, after: Values, item: Item) -> Values:
         """Choose whether to save `item`."""
+        work(TRANSITION_S + self.levels * LEVEL_S)
         if item.passes_on:
             return [self._saving(after[0], item, after[1])]
         return [self._saving(values, item, values) for values in after]

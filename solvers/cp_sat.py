@@ -11,6 +11,7 @@ from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution, Status
 from remat.solvers import program
 from remat.solvers.program import Constraint, Outcome, Program, Progress
+from remat.work import work
 
 NAME = "cp-sat"
 
@@ -62,13 +63,20 @@ class CpSat:
         solver.parameters.num_workers = limits.workers
         solver.parameters.random_seed = limits.seed
         solver.parameters.relative_gap_limit = limits.gap
-        if time_s is not None:
+        if limits.counts_work:
+            solver.parameters.interleave_search = (
+                True  # workers take turns, whatever else runs: the same plan each time
+            )
+        if time_s is not None and limits.counts_work:
+            solver.parameters.max_deterministic_time = time_s
+        elif time_s is not None:
             solver.parameters.max_time_in_seconds = time_s
         watch = None
         if on_progress is not None:
             watch = _Watch(on_progress)
             solver.best_bound_callback = watch.on_bound
         status, interrupted = self._solve(solver, watch)
+        work(solver.response_proto.deterministic_time)
         if status == cp_model.INFEASIBLE:
             return Outcome("infeasible")
         bound = max(round(solver.best_objective_bound), 0)  # an integer, but for the solver's own scaling

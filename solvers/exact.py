@@ -24,7 +24,7 @@ import time
 from remat.formulation.problem import Problem
 from remat.formulation.solution import SMALL_GAP, Limits, Solution
 from remat.solvers import chain_dp, chen_greedy, equal_regions, every_block, first_k, greedy, has_ortools, save_matmuls
-from remat.solvers.deadline import deadline_of
+from remat.solvers.deadline import Deadline
 from remat.solvers.heuristic import Proposal, excess_bytes, fewest_that_fit, recompute_ns
 from remat.solvers.least_peak import least_peak
 
@@ -41,7 +41,7 @@ QUICK = (first_k.solve, save_matmuls.solve, chen_greedy.solve, greedy.solve)
 
 def solve(problem: Problem, limits: Limits) -> Solution:
     """Find the plan with least recompute time within the budget, with a bound; see `Solution` for the statuses."""
-    started = time.monotonic()
+    wall_s, started = time.monotonic(), limits.now()
     start = limits.start if limits.start is not None else _guess(problem)
     if problem.link is not None:
         alone = solve(problem.without_link(), dataclasses.replace(limits.left(started, ALONE_SHARE), below_us=math.inf))
@@ -54,9 +54,9 @@ def solve(problem: Problem, limits: Limits) -> Solution:
         try:
             least = least_peak(problem, limits.left(started, 0.5), fits_bytes=problem.budget_bytes)
         except KeyboardInterrupt:
-            return Solution("exact", "unknown", wall_s=time.monotonic() - started, interrupted=True)
+            return Solution("exact", "unknown", wall_s=time.monotonic() - wall_s, interrupted=True)
         if least.bound_bytes > problem.budget_bytes:
-            return Solution("least-peak", "infeasible", wall_s=time.monotonic() - started)
+            return Solution("least-peak", "infeasible", wall_s=time.monotonic() - wall_s)
         start = least.regions
     if not excess_bytes(problem, start):
         _tell(limits, problem.objective_us(start), 0.0)
@@ -68,7 +68,7 @@ def solve(problem: Problem, limits: Limits) -> Solution:
             solution = _searched(problem, limits, found, solution, started)
     except KeyboardInterrupt:
         solution = dataclasses.replace(solution, interrupted=True)
-    return dataclasses.replace(solution, wall_s=time.monotonic() - started)
+    return dataclasses.replace(solution, wall_s=time.monotonic() - wall_s)
 
 
 def _tell(limits: Limits, objective_us: float, bound_us: float) -> None:
@@ -94,7 +94,7 @@ def _by_chain(problem: Problem, limits: Limits) -> tuple[chain_dp.Incumbent, Sol
 
 def _by_chains(problem: Problem, limits: Limits, start: Proposal) -> tuple[Problem, chain_dp.Incumbent, Solution]:
     """Solve along chains, and return the result with the problem as it was last tightened."""
-    started, fits = time.monotonic(), not excess_bytes(problem, start)
+    started, fits = limits.now(), not excess_bytes(problem, start)
     most_us = problem.objective_us(start) if fits else math.inf
     for share in ROUNDS if problem.link is not None else (1.0,):
         tight = problem.recomputing_at_most(most_us)
@@ -153,15 +153,15 @@ def _searched(problem: Problem, limits: Limits, found: chain_dp.Incumbent, start
     small = start.status == "feasible" and start.gap <= SMALL_GAP
     if small and found.transition_count() > MANY_TRANSITIONS:
         return start
-    useful = found.useful(deadline_of(limits, started, 1 - LATE_SHARE))
+    useful = found.useful(Deadline.of(limits, started, 1 - LATE_SHARE))
     if start.fits and _is_late(limits, started):
         return start
     if small and (useful is None or len(useful) > MANY_RUNS):
         return start
     _tell(limits, start.objective_us, start.bound_us)
     search = limits.left(started, INNER_SHARE if problem.graph.inner else 1.0)
-    if start.status == "feasible" and limits.time_s is None:
-        search = dataclasses.replace(limits, time_s=limits.clock.program_s)
+    if start.status == "feasible":
+        search = search.by_default(limits.clock.program_s)
     from remat.solvers import cp_sat, milp
 
     if useful is not None and len(useful) <= MANY_RUNS:

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-import time
 
 import numpy as np
 
@@ -27,8 +25,10 @@ from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits
 from remat.solvers import equal_regions, has_ortools
 from remat.solvers.chain import Case, Chain, Transition, storages_outside
-from remat.solvers.deadline import OutOfTime, check_time, deadline_of
+from remat.solvers.deadline import NEVER, Deadline, OutOfTime
+from remat.work import work
 
+TRANSITION_S, STATE_S = 11e-6, 5e-6  # of work: for a transition, and for a state that it leaves
 MOST_STATES = 500  # at a cut
 NO_CONTINUATION = -(1 << 62)  # the bytes that may be kept without any continuation
 
@@ -59,7 +59,7 @@ def least_peak(problem: Problem, limits: Limits, *, fits_bytes: int | None = Non
 
     fits_bytes  stop as soon as it is known whether any plan fits it
     """
-    started = time.monotonic()
+    started = limits.now()
     highest = problem.with_budget(problem.memory.peak_without_regions)
     best = LeastPeak(highest.budget_bytes, (), problem.optimizer_peak_bytes)
     solved = _Extents(highest)
@@ -67,11 +67,11 @@ def least_peak(problem: Problem, limits: Limits, *, fits_bytes: int | None = Non
     if problem.graph.inner:
         best = _better(best, highest, equal_regions.lowest(highest))
     best = dataclasses.replace(best, bound_bytes=min(max(best.bound_bytes, solved.least_bytes), best.peak_bytes))
-    deadline_s = deadline_of(limits, started)
+    deadline = Deadline.of(limits, started)
     if not best.decides(fits_bytes) and (aside := storages_outside(highest, Case())):
         chain = solved.chain.counting_as(Case(aside=aside), solved.useful(best.peak_bytes))
-        best = _halved(best, chain, deadline_s, fits_bytes)
-    if best.decides(fits_bytes) or time.monotonic() > deadline_s:
+        best = _halved(best, chain, deadline, fits_bytes)
+    if best.decides(fits_bytes) or deadline.is_past:
         return best
     return _searched(highest, limits, best, solved.useful(best.peak_bytes), started)
 
@@ -87,16 +87,16 @@ def _better(best: LeastPeak, problem: Problem, regions: tuple[Region, ...] | Non
     return best
 
 
-def _halved(best: LeastPeak, chain: Chain, deadline_s: float, fits_bytes: int | None) -> LeastPeak:
+def _halved(best: LeastPeak, chain: Chain, deadline: Deadline, fits_bytes: int | None) -> LeastPeak:
     """Bisect budgets to raise the bound of `best`, counting storages set aside, and to find better plans.
 
-    The first budget is one byte less than the best plan's peak, again after each better plan, until `deadline_s`, or
+    The first budget is one byte less than the best plan's peak, again after each better plan, until `deadline`, or
     until `best` decides about `fits_bytes`.
     """
     with contextlib.suppress(OutOfTime, TooManyStates):
         budget = highest = best.peak_bytes - 1
         while best.bound_bytes <= highest and not best.decides(fits_bytes):
-            before, regions = best.peak_bytes, _Reach(chain, budget, deadline_s).plan()
+            before, regions = best.peak_bytes, _Reach(chain, budget, deadline).plan()
             if regions is None:
                 best = dataclasses.replace(best, bound_bytes=budget + 1)
             else:
@@ -154,6 +154,7 @@ class _Extents:
         self.most[-1] = [chain.most_at(chain.count, k) for k in range(len(self.most[-1]))]
         for b in range(chain.count, 0, -1):
             self._cap(b)
+            work(len(chain.into[b]) * TRANSITION_S)
             for transition in chain.into[b]:
                 for k in range(len(self.most[transition.a])):
                     before = self._before(transition, k)
@@ -225,21 +226,22 @@ class _Reach:
     Times do not matter: of two entries with equal state and storages, the one that keeps less is enough; so is one that
     keeps less even with everything that it lacks. Saves are left out, except those of the state storage.
 
-    Raises OutOfTime after `deadline_s`, and TooManyStates.
+    Raises OutOfTime after `deadline`, and TooManyStates.
     """
 
-    def __init__(self, chain: Chain, budget_bytes: int, deadline_s: float = math.inf):
-        self._chain, self._deadline_s = chain, deadline_s
+    def __init__(self, chain: Chain, budget_bytes: int, deadline: Deadline = NEVER):
+        self._chain, self._deadline = chain, deadline
         self._spare = chain.problem.budget_bytes - budget_bytes  # all limits are that much lower
         self._kept: list[dict[_State, int]] = [{} for _ in range(chain.count + 1)]
         self._came: dict[tuple[int, _State], tuple[Transition, _State]] = {}
         self._kept[0][0, 0] = self._spare
         out_of = chain.out_of(transition for into in chain.all_into for transition in into.values())
         for cut in range(chain.count + 1):
-            check_time(deadline_s)
+            deadline.check()
             self._kept[cut] = self._fewest(cut)
             for transition in out_of[cut]:
-                check_time(deadline_s)
+                deadline.check()
+                work(len(self._kept[cut]) * STATE_S)
                 for state, kept in self._kept[cut].items():
                     self._take(transition, state, kept)
 
@@ -250,7 +252,7 @@ class _Reach:
         if len(self._kept[cut]) > MOST_STATES:
             raise TooManyStates
         for (k, aside), kept in sorted(self._kept[cut].items(), key=lambda each: (each[1], -each[0][1].bit_count())):
-            check_time(self._deadline_s)
+            self._deadline.check()
             kept = max(kept, floor)
             rivals = (each for each in found.items() if each[0][0] == k)
             if kept <= chain.most_at(cut, k) and not any(

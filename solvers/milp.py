@@ -32,6 +32,7 @@ from remat.formulation.solution import Limits, Solution, Status
 from remat.solvers import program
 from remat.solvers.program import Constraint, Outcome, Program, Progress
 from remat.streams import stdout_to_stderr
+from remat.work import work
 
 NAME = "milp"
 Engine = Literal["highs", "scip"]
@@ -39,6 +40,7 @@ ENGINES = {"highs": mathopt.SolverType.HIGHS, "scip": mathopt.SolverType.GSCIP}
 UNITS = 1 << 10  # the most that a column or a row amounts to
 OBJECTIVE_UNITS = 1 << 14  # the largest coefficient of the objective
 DUAL_TOLERANCE = 1e-7  # of reduced costs, both engines' default
+ITERATION_S = 5e-4  # of work: for an iteration of the simplex method, with all that comes with it
 CUTOFF = 2e-6  # both engines take plans that differ by less for equally good
 
 
@@ -103,6 +105,8 @@ class Milp:
         result, interrupted = self._solve(limits, time_s)
         if result is None:
             return Outcome("unknown", interrupted=True)
+        ended = time_s is not None and result.termination.limit == mathopt.Limit.TIME
+        work(time_s if ended and time_s is not None else ITERATION_S * result.solve_stats.simplex_iterations)
         reason = result.termination.reason
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
             return Outcome("infeasible")  # every column has bounds

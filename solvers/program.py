@@ -49,8 +49,10 @@ from remat.formulation.choices import Row, SharedStorage
 from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.solution import Limits, Solution, Status
-from remat.solvers.deadline import OutOfTime, check_time, deadline_of
+from remat.solvers.deadline import NEVER, Deadline, OutOfTime
+from remat.work import work
 
+RUN_S = 1e-3  # of work: for the rows of a run
 GRAINS = 1 << 22  # a budget is this many grains at least
 MOST_ROUNDS = 60
 LEAST_PEAK_GAP = 0.001
@@ -121,19 +123,19 @@ def solve(
     keep   indices of the runs that may be chosen besides those of the plan to start from, None for all; the caller
            guarantees that no plan with another run is better
     """
-    started = time.monotonic()
+    wall_s, started = time.monotonic(), limits.now()
     if problem.optimizer_peak_bytes > problem.budget_bytes:
         return Solution(name, "infeasible")
     best = _best_known(name, problem, limits, start)
     found = _Incumbent(name, best, start.bound_us if start is not None else 0.0, limits)
     try:
-        program = _program(problem, limits, found, keep, deadline_of(limits, started))
+        program = _program(problem, limits, found, keep, Deadline.of(limits, started))
         _search(program, make(program), limits, found, started)
     except OutOfTime:
         pass
     except KeyboardInterrupt:
         found.interrupted = True
-    return dataclasses.replace(found.solution(), wall_s=time.monotonic() - started)
+    return dataclasses.replace(found.solution(), wall_s=time.monotonic() - wall_s)
 
 
 @dataclasses.dataclass
@@ -164,11 +166,11 @@ class _Incumbent:
         return dataclasses.replace(found, status="optimal" if closed else "feasible")
 
 
-def _program(problem: Problem, limits: Limits, found: _Incumbent, keep: set[int] | None, deadline_s: float) -> Program:
+def _program(problem: Problem, limits: Limits, found: _Incumbent, keep: set[int] | None, deadline: Deadline) -> Program:
     hint = found.best.regions if found.best.status == "feasible" else limits.start
     if keep is not None and hint is not None:
         keep = keep | problem.runs_of(hint)
-    program = Program(problem, keep=keep, deadline_s=deadline_s)
+    program = Program(problem, keep=keep, deadline=deadline)
     program.bound_below(found.bound_us)
     program.hint(hint or ())
     return program
@@ -216,11 +218,11 @@ def least_peak(
     `problem.budget_bytes` must be a peak that some plan reaches, made of runs in `keep`. Nothing is saved: saving never
     lowers a peak by more than a workspace.
     """
-    started = time.monotonic()
+    started = limits.now()
     best, bound = problem.memory.peak_without_regions, float(problem.optimizer_peak_bytes)
     regions: tuple[Region, ...] = ()
     try:
-        program = Program(problem, least_peak=True, keep=keep, deadline_s=deadline_of(limits, started))
+        program = Program(problem, least_peak=True, keep=keep, deadline=Deadline.of(limits, started))
     except OutOfTime:
         return best, regions, bound
     backend = make(program)
@@ -270,7 +272,7 @@ class Program:
     least_peak  minimise the peak, up to `problem.budget_bytes`, in place of (1); nothing is saved then
     keep        indices of the runs that may be chosen, None for all; nothing is built for the others
 
-    Raises OutOfTime after `deadline_s`.
+    Raises OutOfTime after `deadline`.
     """
 
     def __init__(
@@ -279,7 +281,7 @@ class Program:
         *,
         least_peak: bool = False,
         keep: set[int] | None = None,
-        deadline_s: float = math.inf,
+        deadline: Deadline = NEVER,
     ):
         self.problem = problem
         self.grain = max(1, problem.budget_bytes // GRAINS)
@@ -299,13 +301,14 @@ class Program:
         self.k: dict[tuple[int, int], int] = {}
         self._opened: dict[int, list[tuple[SharedStorage, int]]] = {}
         for shared in problem.liveness.shared.values():
-            check_time(deadline_s)
+            deadline.check()
             self._keep_for_every_reason(shared)
         self.prefix = self._prefixes()
         self.objective: Terms = ((self.peak, 1),) if self.peak is not None else self._recomputation()
         self._partition_segments()
         for index in self.x:
-            check_time(deadline_s)
+            deadline.check()
+            work(RUN_S)
             self._keep_budget(index)
         for row in problem.forward_rows:
             self._add(row, self.grain)

@@ -10,23 +10,23 @@ after it. It takes longer than R and may understate, in three ways:
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from remat.solvers.chain import Item, Transition
-from remat.solvers.chain_table import Table, Values
-from remat.solvers.deadline import check_time
+from remat.solvers.chain_table import LEVEL_S, TRANSITION_S, Table, Values
+from remat.solvers.deadline import NEVER, Deadline
+from remat.work import work
 
 RECENT = 2  # segments
 
 
-def useful_runs(table: Table, most_ns: float, deadline_s: float = math.inf) -> set[int]:
-    """Return the runs that a plan faster than `most_ns` may contain. Raises OutOfTime after `deadline_s`."""
-    chain, reached = table.chain, _ReachedValues(table, deadline_s).values
+def useful_runs(table: Table, most_ns: float, deadline: Deadline = NEVER) -> set[int]:
+    """Return the runs that a plan faster than `most_ns` may contain. Raises OutOfTime after `deadline`."""
+    chain, reached = table.chain, _ReachedValues(table, deadline).values
     found: set[int] = set()
     for b in range(chain.count, 0, -1):
-        check_time(deadline_s)
+        deadline.check()
+        work(len(chain.into[b]) * (TRANSITION_S + table.levels * LEVEL_S))
         for transition, k, through in table.through_transitions_into(b):
             before = reached[transition.a][k][: len(through)]
             if transition.index not in found and float((before + through).min()) < most_ns:
@@ -37,13 +37,14 @@ def useful_runs(table: Table, most_ns: float, deadline_s: float = math.inf) -> s
 class _ReachedValues:
     """V."""
 
-    def __init__(self, table: Table, deadline_s: float):
+    def __init__(self, table: Table, deadline: Deadline):
         self.table, chain = table, table.chain
         self.values = [[np.full(table.levels, np.inf) for _ in values] for values in table.values]
         self.values[0][0][0] = 0.0
         out_of = chain.out_of(transition for into in chain.into for transition in into)
         for a in range(chain.count):
-            check_time(deadline_s)
+            deadline.check()
+            work(len(out_of[a]) * (TRANSITION_S + table.levels * LEVEL_S))
             table.cap_forward(self.values, a)
             self._lift(a)
             saving = [transition for transition in out_of[a] if transition.saves]

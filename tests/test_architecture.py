@@ -94,7 +94,10 @@ TORCH_FREE_MODULES = (
 DOOR = "remat._torch"
 KNOWN_TO_ALL = {
     "remat",
-    *(f"remat.{each}" for each in ("errors", "files", "garbage", "shared", "shown", "streams", "units", "warn")),
+    *(
+        f"remat.{each}"
+        for each in ("errors", "files", "garbage", "shared", "shown", "streams", "units", "warn", "work")
+    ),
 }
 
 # Private names of torch that stand outside the door, and why.

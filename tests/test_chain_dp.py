@@ -10,7 +10,6 @@ import functools
 import itertools
 import math
 import operator
-import time
 from typing import Any
 
 import numpy as np
@@ -352,10 +351,10 @@ def test_the_clock_ends_a_search_that_has_a_plan_and_no_time_limit(
     plan: tuple[Region, ...] | None, time_s: float | None, ends: bool
 ) -> None:
     graph, costs = toy_graph(chain(4, 4, 4))
-    found = chain_dp.Incumbent(Problem(graph, costs, every_cut(graph), AMPLE), time.monotonic() - 1)
+    limits = Limits(time_s=time_s, clock=Clock(chain_s=0.5, stalls_s=60))
+    found = chain_dp.Incumbent(Problem(graph, costs, every_cut(graph), AMPLE), limits.now() - 1)
     if plan is not None:
         found.regions, found.objective_ns = plan, 5
-    limits = Limits(time_s=time_s, clock=Clock(chain_s=0.5, stalls_s=60))
     assert chain_dp._ChainSearch(found.problem, limits, found)._stalls() == ends
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import time
 
 import pytest
@@ -17,8 +19,10 @@ from remat.formulation.solution import Limits, Solution
 from remat.models import TEST_SIZES
 from remat.planning.budget import Budget
 from remat.planning.profiling import fake_step, profile_step
+from remat.planning.request import PlanRequest
 from remat.recording.fake_step import FakeStep
 from remat.solvers import load
+from remat.work import worked_s
 from tests.studies import plan_profile
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
@@ -79,3 +83,23 @@ def test_the_first_plan_is_told_before_anything_is_proved(recorded: tuple[FakeSt
     assert told[0][1] == 0.0 and told[0][0] >= found.objective_us
     objectives, bounds = zip(*told, strict=True)
     assert list(objectives) == sorted(objectives, reverse=True) and list(bounds) == sorted(bounds)
+
+
+def test_without_a_time_limit_a_plan_is_the_same_on_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wall time passes a minute between two looks at it; this search has several tables."""
+    place = find_planning_device("h100-80gb")
+    profile = profile_step(fake_step(TEST_SIZES["resnet50"](), place), place)
+    problem = Problem(profile.graph, profile.costs, find_space(profile.graph), 1 << 60)
+    tight = problem.with_budget(int(0.75 * problem.memory.peak_without_checkpointing))
+
+    def solved() -> Solution:
+        return dataclasses.replace(load("exact")(tight, Limits()), wall_s=0.0)
+
+    here, minutes = solved(), itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: 60.0 * next(minutes))
+    assert solved() == here
+
+
+def test_a_time_limit_that_is_asked_for_is_wall_time() -> None:
+    assert PlanRequest.of(time_limit=3.0).limits.now is Limits(time_s=3.0).now is time.monotonic
+    assert PlanRequest.of().limits.now is Limits().at_most(3.0).now is worked_s

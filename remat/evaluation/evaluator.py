@@ -41,6 +41,9 @@ import numpy as np
 
 from remat.evaluation.graph import OPTIMIZER_STATE, STEP_IN_BACKWARD, Graph
 from remat.evaluation.plan import Offload, Region, saved_nodes
+from remat.work import work
+
+CURVE_S, POINT_S = 0.45e-3, 35e-9  # of work: for a curve, and for an operator of it
 
 _Position = Callable[[np.ndarray], np.ndarray]
 
@@ -271,6 +274,7 @@ class Memory:
                for the rows of the integer program
         """
         lives = self.lives(regions, plain)
+        work(CURVE_S + POINT_S * len(lives.op))
         change = np.zeros(len(lives.op) + 1, dtype=np.int64)
         np.add.at(change, lives.birth, lives.size_bytes)
         np.subtract.at(change, lives.death + 1, lives.size_bytes)

@@ -1,7 +1,8 @@
 """Clock: time limits of every part of planning. No other module of planning or solving has seconds.
 
-A time limit that the caller sets (`Limits.time_s`) is above all of these. Where none is set, these end the search:
-past them, searches rarely found better plans or bounds on the models in `results/`.
+A time limit that the caller sets (`Limits.time_s`) is above all of these. Where none is set, these end the search, and
+are seconds of counted work (`remat/work.py`): past them, searches rarely found better plans or bounds on the models in
+`results/`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ class Clock:
     first_s      for the first search of a form         longer_s  for a second search of one that may be the best
     window_s     for each micro-batch size where activations may be offloaded: its optimum is rarely proved
     layers_s     for each number of layers whose weights are on the host
+    each_s       for each strategy of a comparison, and each point of a curve
     lever_s      for the least peak of a step that a lever of `planning/advice.py` changes
 
     Parts of the exact solver:
@@ -34,6 +36,7 @@ class Clock:
     longer_s: float = 12.0
     window_s: float = 8.0
     layers_s: float = 4.0
+    each_s: float = 60.0
     lever_s: float = 10.0
     program_s: float = 40.0
     finer_s: float = 20.0
@@ -41,4 +44,4 @@ class Clock:
     plans_s: float = 3.0
     stalls_s: float = 4.0
     chain_s: float = 40.0
-    labels_s: float = 3.0
+    labels_s: float = 1.5

@@ -37,8 +37,10 @@ from remat.formulation.symmetry import classes
 from remat.offloading.link import Link
 from remat.offloading.relief import Relief
 from remat.offloading.schedule import all_offloads, fewest_offloads
+from remat.work import work
 
 INNER_WIDTHS = (1, 2, 4)  # segments in an inner region
+REGION_S = 20e-6  # of work: for a region
 PLAIN = -1  # the width of a run that is no region
 
 
@@ -204,6 +206,7 @@ class Problem:
                     number = self._run_classes.setdefault(classes_in_it, len(self._run_classes))
                     for width, region in self._regions(a, b):
                         shape = self._region_shape(a, b, region, (number, width))
+                        work(REGION_S)
                         if shape is not None:
                             yield Run(a, b, region, shape)
                     if b < len(self._segment_classes):

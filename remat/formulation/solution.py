@@ -10,6 +10,7 @@ from collections.abc import Callable
 from remat.evaluation.plan import Offload, Region
 from remat.evaluation.plan import Status as Status
 from remat.formulation.clock import Clock
+from remat.work import worked_s
 
 SMALL_GAP = 0.005  # so little is not worth more time than `Clock.small_gap_s`
 NONE_NEEDED, TRACING_ALONE = "none needed", "tracing alone"  # solvers of plans without regions
@@ -20,7 +21,7 @@ class Limits:
     """Limits of a solver.
 
     Attributes:
-        time_s: Wall time in seconds, None without limit.
+        time_s: Seconds by `now`, None without limit. SCIP and HiGHS take them as wall time.
         seed: Seed of random choices.
         workers: Number of threads.
         gap: Relative gap at which a plan counts as optimal.
@@ -29,6 +30,8 @@ class Limits:
         below_us: Objective that a plan has to be below to be useful, in microseconds; the solver may stop if none is.
         close_us: Microseconds of an objective above its bound that need no proof, if they are a gap below 0.5 % too.
         clock: Seconds for each part of planning, if `time_s` does not end it first.
+        now: The time that all these seconds are of. By default wall time if `time_s` is given, else counted work
+            (`remat/work.py`): the same plan on every machine, busy or not.
 
     Example:
         >>> remat.plan(workload, budget="20GiB", limits=remat.Limits(time_s=30, workers=4))
@@ -43,6 +46,15 @@ class Limits:
     below_us: float = math.inf
     close_us: float = 0.0
     clock: Clock = Clock()
+    now: Callable[[], float] = dataclasses.field(default=None, repr=False)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.now is None:
+            object.__setattr__(self, "now", worked_s if self.time_s is None else time.monotonic)
+
+    @property
+    def counts_work(self) -> bool:
+        return self.now is worked_s
 
     def suffices(self, objective_us: float, bound_us: float) -> bool:
         """Return whether a plan is close enough to its bound to end a search."""
@@ -51,17 +63,25 @@ class Limits:
             return False
         return left_us <= self.gap * least_us or left_us <= min(SMALL_GAP * least_us, self.close_us)
 
+    def in_wall_time(self, time_s: float) -> Limits:
+        """Limit the wall time to `time_s` seconds."""
+        return dataclasses.replace(self, time_s=time_s, now=time.monotonic)
+
     def at_most(self, time_s: float) -> Limits:
         """Limit the time to `time_s` seconds; infinity changes nothing."""
         if math.isinf(time_s):
             return self
         return dataclasses.replace(self, time_s=time_s if self.time_s is None else min(self.time_s, time_s))
 
+    def by_default(self, time_s: float | None) -> Limits:
+        """Limit the time to `time_s` seconds if it has no limit."""
+        return self if self.time_s is not None or time_s is None else self.at_most(time_s)
+
     def left(self, started: float, share: float = 1.0) -> Limits:
-        """Limit the time to a share of its rest, counted from `started` (`time.monotonic`)."""
+        """Limit the time to a share of its rest, counted from `started` (`now`)."""
         if self.time_s is None:
             return self
-        return dataclasses.replace(self, time_s=share * max(self.time_s - (time.monotonic() - started), 0.0))
+        return dataclasses.replace(self, time_s=share * max(self.time_s - (self.now() - started), 0.0))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,7 +92,7 @@ def advise(
 def least_peak_of(graph: Graph, costs: Costs) -> int:
     """Return the least peak that any plan of the step has, or one close to it; serves as a judge."""
     problem = Problem(graph, costs, find_space(graph), 1)
-    return least_peak(problem, Limits(time_s=Clock().lever_s)).peak_bytes
+    return least_peak(problem, Limits().at_most(Clock().lever_s)).peak_bytes
 
 
 def _is_cut(graph: Graph) -> bool:

@@ -166,7 +166,8 @@ def compare(
         strategies: Names in `remat.solvers.STRATEGIES`, by default the quick ones.
         on_progress: Called with (done, total) while costs are measured.
         on_strategy: Called before each strategy, see `compare_study`.
-        **wanted: More arguments of `remat.plan`, `budget` among them; limits hold for each strategy.
+        **wanted: More arguments of `remat.plan`, `budget` among them; limits hold for each strategy, by
+            default `Clock.each_s`.
 
     Returns:
         A comparison with a row for each strategy; prints as a table.
@@ -214,7 +215,8 @@ class _Comparing:
 
     def __init__(self, study: Study, budget_bytes: int, on_strategy: OnStrategy):
         self._study, self._budget_bytes, self._on_strategy = study, budget_bytes, on_strategy
-        self._limits, self._at = study.request.limits, study.captured
+        limits = study.request.limits
+        self._limits, self._at = limits.by_default(limits.clock.each_s), study.captured
         self._problem = study.problem(self._at, budget_bytes)
         self._solutions: dict[str, Solution] = {}  # of the step as captured
         self._cheapest_us = 0.0  # price of the cheapest form without recomputation

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -199,9 +198,8 @@ def plan_study(study: Study) -> Plan:
 
 
 def _planned(study: Study, budget: Budget) -> Plan:
-    started, limits = time.monotonic(), study.request.limits
-    if limits.time_s is None:
-        limits = dataclasses.replace(limits, time_s=study.how.patience_s)
+    limits = study.request.limits.by_default(study.how.patience_s)
+    started = limits.now()
     settings = assumed_settings(study.profile.target, study.request.allocator)
 
     def within(limit_bytes: int) -> BestPlan:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import time
 from collections.abc import Iterable, Iterator
 
 from remat.errors import Infeasible, NoPlanInTime
@@ -86,9 +85,7 @@ def fastest(
 
     Raises Infeasible if no form keeps the budget, NoPlanInTime if no plan was found.
     """
-    limits = limits or study.request.limits
-    if limits.time_s is None:
-        limits = dataclasses.replace(limits, time_s=study.how.patience_s)
+    limits = (limits or study.request.limits).by_default(study.how.patience_s)
     limits = dataclasses.replace(limits, close_us=CLOSE * study.device_time_us)
     if not study.has_forms:
         return _only_captured(study, budget_bytes, limits, judged=judged)
@@ -120,7 +117,7 @@ class _FormSearch:
     def __init__(self, study: Study, budget_bytes: int, limits: Limits, *, judged: bool, worth: float):
         assert study.forms is not None
         self._study, self._forms, self._budget_bytes, self._limits = study, study.forms, budget_bytes, limits
-        self._judges, self._worth, self._started = judged, worth, time.monotonic()
+        self._judges, self._worth, self._started = judged, worth, limits.now()
         self.captured: FoundPlan | None = None
         self._looked_below_us = -math.inf  # for the step as captured, the second time
         self.others: list[FoundPlan] = []

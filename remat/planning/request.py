@@ -219,7 +219,7 @@ class PlanRequest:
         if time_limit is not None:
             if not isinstance(time_limit, (int, float)) or not 0 < time_limit < math.inf:
                 raise UsageError(f"`time_limit={time_limit!r}` is not a positive number of seconds.")
-            limits = dataclasses.replace(limits, time_s=time_limit)
+            limits = limits.in_wall_time(time_limit)
         if (depth := wanted.get("depth")) not in (None, *range(1, DEPTH + 1)):
             raise UsageError(f"`depth={depth!r}` is no nesting of regions; choose one from 1 to {DEPTH}.")
         if wanted.get("forms") is None:

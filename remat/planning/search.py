@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -104,7 +103,7 @@ def search(
     """
     if judge is not None:  # `below_us` was meant for plans that are not replayed
         limits = dataclasses.replace(limits, below_us=math.inf)
-    started, share = time.monotonic(), 1.0 if execution.runs_as_evaluated or judge is None else 0.5
+    started, share = limits.now(), 1.0 if execution.runs_as_evaluated or judge is None else 0.5
     trivial = None
     if may_need_none:
         trivial = execution.trivial(problem, None if judge is None else lambda: judge.peak(problem, ()))

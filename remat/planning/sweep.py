@@ -160,7 +160,8 @@ def sweep(
         on_progress: Called with (done, total) while costs are measured.
         on_point: Called before each point, see `sweep_study`.
         on_form: Called with a form of the step before it is recorded.
-        **wanted: More arguments of `remat.plan`; limits hold for each point, and a budget is ignored.
+        **wanted: More arguments of `remat.plan`; limits hold for each point, by default
+            `Clock.each_s`, and a budget is ignored.
 
     Returns:
         The curve, with other strategies beside it; prints as a table.
@@ -266,8 +267,9 @@ class _Trace:
 
     def __init__(self, study: Study, on_point: OnPoint):
         self._study, self._on_point = study, on_point
-        clock = dataclasses.replace(study.request.limits.clock, first_s=math.inf)  # a search has all the time
-        self._limits = dataclasses.replace(study.request.limits, clock=clock)
+        limits = study.request.limits
+        clock = dataclasses.replace(limits.clock, first_s=math.inf)  # a search has all the time
+        self._limits = dataclasses.replace(limits.by_default(clock.each_s), clock=clock)
         self.forms: list[StepForm] = [study.captured]
         self.curve: list[_SolvedPoint] = []
         self.others: list[_SolvedPoint] = []

@@ -272,7 +272,7 @@ class RequestOptions:
 
     time_limit: Annotated[
         float | None,
-        _option(panel=EXPERT, show_default="none", help="Seconds of solving; then the best plan so far is used."),
+        _option(panel=EXPERT, show_default="none", help="Wall seconds of a search; then its best plan so far is used."),
     ] = None
     seed: Annotated[
         int, _option(panel=EXPERT, show_default=True, min=0, max=2**31 - 1, help="Random seed of solvers.")
@@ -356,12 +356,8 @@ class RequestOptions:
 
 @dataclasses.dataclass(frozen=True)
 class EachRequestOptions(RequestOptions):
-    """A request to several solvers, or for several budgets, with a time limit for each."""
+    """A request to several solvers, or for several budgets; the time limit is that of each."""
 
-    time_limit: Annotated[
-        float | None,
-        _option(panel=EXPERT, show_default=True, help="Seconds for each; then the best plan so far is used."),
-    ] = 60.0
     strategies: Annotated[
         str | None,
         _option(
