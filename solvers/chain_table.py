@@ -179,7 +179,6 @@ class Table:
 
     def fold_item(self, after: Values, item: Item) -> Values:
         """Choose whether to save `item`."""
-        work(TRANSITION_S + self.levels * LEVEL_S)
         if item.passes_on:
             return [self._saving(after[0], item, after[1])]
         return [self._saving(values, item, values) for values in after]
@@ -207,6 +206,7 @@ class Table:
             return unsaved - item.time_ns
         if weight >= self.levels:
             return unsaved
+        work(TRANSITION_S + self.levels * LEVEL_S)
         result = np.empty_like(unsaved)
         end = self.levels - weight
         np.subtract(saved[weight:], item.time_ns, out=result[:end])
