@@ -634,7 +634,7 @@ def _told_apart(model: Counting) -> float:
 
 @pytest.mark.exhaustive
 def test_a_counter_that_a_trace_cannot_leave_open_is_told_of_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("remat.execution.eager.planned_graphs.MANY_TRACES", 4)
+    monkeypatch.setattr("remat.execution.eager.fitting_graphs.MANY_TRACES", 4)
     work = workload(functools.partial(Counting, _told_apart))
     plan = tight(work)
     assert plan.about["carried"] == {"steps": "number"}

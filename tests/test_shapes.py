@@ -24,7 +24,7 @@ from remat.capture.nodes import captured_nodes
 from remat.costing.device_allocator import measure_peak
 from remat.errors import CaptureError
 from remat.execution.apply import apply, counts_of, planned_forward
-from remat.execution.eager import planned_graphs as applying
+from remat.execution.eager import fitting_graphs
 from remat.formulation.solution import Limits
 from remat.models.common import packed, padded
 from remat.planning.request import FormChoice
@@ -298,7 +298,7 @@ def test_a_size_that_a_trace_has_fixed_is_a_number() -> None:
 
 @pytest.mark.exhaustive
 def test_many_traces_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(applying, "MANY_TRACES", 3)
+    monkeypatch.setattr(fitting_graphs, "MANY_TRACES", 3)
     model = two_of(Looping)[1]
     for length in (64, 60):
         model(*tokens(4, length))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,7 +16,10 @@ from remat.evaluation.forwards import Forward
 from remat.evaluation.graph import LIBRARY_WORKSPACES, OPTIMIZER_STATE
 from remat.evaluation.plan import TOKEN_CAP, Plan
 from remat.execution.reports import Reports
+from remat.host.weights import HostWeights, weights_on_host
 from remat.units import first_few, gib
+from remat.workload.replaced_forward import UnderPlan, modules_under_plans
+from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import trainable
 
 MUCH_LARGER = 1.5  # of the largest batch that was reported: reported again
@@ -32,6 +36,43 @@ class ModelAsPlanned:
     @property
     def device_type(self) -> str:
         return next((p.device.type for p in self._model.parameters()), "cpu")
+
+    def require_regions_run(self, under: UnderPlan) -> None:
+        """Require a model whose graphs, under the plan `under`, can have regions."""
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in self._model.modules()):
+            raise PlanMismatch(
+                "this model is sharded by fully_shard, whose hooks the regions of this plan would run past; "
+                'plan with `execution="modules"`.'
+            )
+        tensors = sys.modules.get("torch.distributed.tensor")
+        if tensors is not None and any(isinstance(p, tensors.DTensor) for p in self._model.parameters()):
+            raise PlanMismatch(
+                "parameters of this model are DTensors (tensor parallelism), whose operators no plan knows: plans are "
+                "for models whose ranks share data alone."
+            )
+        if others := [path for path, other in modules_under_plans(self._model).items() if other is not under]:
+            raise PlanMismatch(
+                f"other plans are applied inside of this model (on {first_few(others)}), and no region holds them: "
+                "take them out (`remat.remove(module)`), or take the plan of the whole model out."
+            )
+        self.require_shapes()
+        self.require_dtypes()
+        self.compare_device()
+        self.compare_compiled()
+
+    def weights_on_host(self) -> HostWeights | None:
+        """Return the weights of the model that are on the host. Raises PlanMismatch if the plan counts on others."""
+        planned, found = TrainingLoop.of(self._plan.about).weights_on_host, weights_on_host(self._model)
+        if planned == (0 if found is None else len(found.layers)):
+            return found
+        say = f"`remat.offload_weights(model, {planned})`, before the plan is applied"
+        raise PlanMismatch(
+            f"the plan counts on the frozen weights of {planned} layers being on the host: say {say}."
+            if planned
+            else "frozen weights of this model are on the host, and the plan does not know: plan with them "
+            '(`offload="weights"`), or leave `remat.offload_weights` out.'
+        )
 
     def require_shapes(self) -> None:
         if unknown := without_shapes(self._model):

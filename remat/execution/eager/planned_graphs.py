@@ -12,7 +12,6 @@ import functools
 import gc
 import inspect
 import itertools
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
@@ -32,12 +31,12 @@ from remat.capture.eager_answers import Answers
 from remat.capture.model_state import ModelState
 from remat.capture.settling import UnsettledForward, install_recording_hooks
 from remat.chunking.chunk import chunked_losses, chunked_rows
-from remat.errors import CaptureError, PlanMismatch, is_out_of_memory
+from remat.errors import CaptureError, is_out_of_memory
 from remat.evaluation.form import CAPTURED_FORM, form_of
 from remat.evaluation.plan import Plan
+from remat.execution.eager.fitting_graphs import FittingGraphs
 from remat.execution.eager.graph_as_planned import GraphAsPlanned
 from remat.execution.eager.offloading import Offloader
-from remat.execution.eager.open_sizes import OpenSizes
 from remat.execution.eager.region_tape import Counts
 from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.execution.eager.running_forward import RunningForward
@@ -50,13 +49,12 @@ from remat.execution.reports import OnLarger
 from remat.execution.surroundings import Surroundings
 from remat.fusion.formed import formed, groups_in
 from remat.host.copies import Copies
-from remat.host.weights import HostWeights, weights_on_host
-from remat.units import first_few, gib
-from remat.workload.replaced_forward import modules_under_plans, own_forwards
-from remat.workload.training_loop import TrainingLoop
+from remat.host.weights import HostWeights
+from remat.units import gib
+from remat.workload.replaced_forward import own_forwards
 from remat.workload.workload import trainable
 
-MANY_TRACES, MANY_SURROUNDINGS = 16, 4
+MANY_SURROUNDINGS = 4
 
 UNPACKED_BATCH = (
     "each row of this batch holds one sequence, and the plan is for packed rows: attention takes an explicit mask, "
@@ -115,9 +113,7 @@ class PlannedGraphs(PlannedForward):
         )
         self._weights: HostWeights | None = None  # which of them are on the host is seen at the first forward
         self.calls = self._rewritten(observe=self.observe)
-        self._fitting: dict[tuple[int, int], fx.GraphModule] = {}  # by call and id; kept, so that an id stays its own
-        self._open: dict[tuple[int, int], OpenSizes] = {}  # of those with any
-        self._sizes: set[tuple[int, ...]] = set()  # of batches that were traced
+        self._fitting = FittingGraphs(self.model, self.plan, self._judge, self._placer, self._early, self.reports)
         # By the first forward with the same trace, and its surroundings.
         self._graphs: dict[tuple[int, Hashable], GraphCalls] = {}
         self._running: RunningForward | None = None  # the last one, which may have returned
@@ -294,7 +290,9 @@ class PlannedGraphs(PlannedForward):
         if running.mismatch is None and not running.is_early:
             self.main.apart[running.now.number].note_planned()
         if len(self._fitting) > known:
-            self._report_new_graphs(running)
+            self._as_planned.require_dtypes()
+            self._as_planned.compare_trainable()
+            self._fitting.report_new(running)
         if running.is_unpacked:
             self.reports.warn("unpacked", UNPACKED_BATCH)
         elif running.has_other_mask:
@@ -393,8 +391,9 @@ class PlannedGraphs(PlannedForward):
         if key not in self._graphs:
             if len(self._graphs) >= MANY_SURROUNDINGS * len(self.forwards.planned):
                 self._start_over()
-            self._find_weights()
-            self._require_model()
+            self._weights = self._as_planned.weights_on_host()
+            self.calls.bring(self._weights)
+            self._as_planned.require_regions_run(self.main)
             install_recording_hooks(self.model, self.plan.about.get("recording_models", ()))
             if self._early.is_any:  # they come again with new traces
                 at.settled = at.fits = False
@@ -426,9 +425,8 @@ class PlannedGraphs(PlannedForward):
         )
 
     def _forget_fitting(self) -> None:
-        """Let go of the graphs that fit, rewritten ones too; those that still run are judged again."""
-        self._fitting.clear()
-        self._open.clear()
+        """Let go of the graphs that fit, rewritten ones too."""
+        self._fitting.forget()
         self.calls.let_go()
 
     def _formed(self, call: int, graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -446,129 +444,7 @@ class PlannedGraphs(PlannedForward):
         return found
 
     def _execute_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
-        running = self._ran
-        if running.is_rehearsed:
-            return graph_module.forward(*args)
-        key = call, id(graph_module)
-        if key not in self._fitting:
-            # A forward that is about to raise has another graph: its own error counts, so this one waits for the end.
-            is_first = running.mismatch is None
-            mismatch = running.mismatch or self._judge.mismatch(running, call, graph_module)
-            if mismatch is not None or running.excess:
-                self._complete_first(running, call)
-            if mismatch is not None:
-                if is_first and self._weights is None and self._is_early(running, graph_module):
-                    return self._run_early(running, graph_module, args)
-                running.mismatch = mismatch
-                if self._weights is not None:
-                    raise mismatch  # since its weights are not fetched
-                return graph_module.forward(*args)
-            self._note_sizes(running, call, graph_module, args)
-            self._fitting[key] = graph_module
-            running.at.fits = True
-            if call + 1 == running.now.forward.first + running.now.forward.calls:
-                running.before = None  # the model is complete, and copies would be there beside all that is saved
-        if (sizes := self._open.get(key)) is not None and sizes.are_larger(args):
-            self._compare_sizes(sizes, running, call, graph_module, args)
-        return self.calls(call, graph_module, args)
-
-    def _note_sizes(self, running: RunningForward, call: int, graph_module: fx.GraphModule, args: Any) -> None:
-        """Note the open sizes of a graph that fits, and report one that needs more for a batch of another shape."""
-        sizes = OpenSizes(graph_module)
-        if running.given == running.now.forward.given:
-            sizes.note_compared(args)
-        else:
-            self._compare_sizes(sizes, running, call, graph_module, args)
-        if sizes:
-            self._open[call, id(graph_module)] = sizes
-
-    def _compare_sizes(
-        self, sizes: OpenSizes, running: RunningForward, call: int, graph_module: fx.GraphModule, args: Any
-    ) -> None:
-        """Report a graph that needs more at the sizes among `args` than planned, and note that it was compared."""
-        if self._judge.compare_sizes(running, call, graph_module, sizes.values(args)):
-            sizes.note_compared(args)
-
-    def _complete_first(self, running: RunningForward, call: int) -> None:
-        """Raise UnsettledForward in a first forward with another or a larger graph than planned.
-
-        It may make what the model keeps.
-        """
-        is_late = call > running.now.forward.first and running.before is None
-        if running.at.settled or is_late or not self._early.may_complete:
-            return
-        running.before = running.before or ModelState(self.model)
-        raise UnsettledForward("the model may not be complete before its first forward.")
-
-    def _is_early(self, running: RunningForward, graph_module: fx.GraphModule) -> bool:
-        """Return whether a graph belongs to an early forward, where a planned one may come as another call."""
-        return self._early.has(graph_module) or (running.is_early and self._placer.fits_some(graph_module))
-
-    def _run_early(self, running: RunningForward, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
-        """Run the graph of an early forward, and note that it is one."""
-        running.is_early = True
-        if text := self._early.warning:
-            self.reports.excess("early", text)
-        return graph_module.forward(*args)
-
-    def _report_new_graphs(self, running: RunningForward) -> None:
-        """Report a model that needs more than planned, and a forward that is traced again and again."""
-        self._as_planned.require_dtypes()
-        self._as_planned.compare_trainable()
-        self._sizes.add(tuple(running.graphs.elements.values()))
-        traces = len(self._fitting) // len(self.plan.fingerprints)
-        if traces >= MANY_TRACES:
-            carried = self._early.why_traced(traces) if len(self._sizes) < traces // 2 else ""
-            self.reports.warn(
-                "traces",
-                carried
-                or f"this forward was traced {traces} times, because batches of so many shapes came and its graph "
-                "depends on them: each takes seconds and stays in memory. Pad batches to a few lengths (buckets).",
-            )
-        if running.excess:
-            self.reports.excess("more", running.excess)
-
-    # The model, compared with the plan
-
-    def _require_model(self) -> None:
-        """Raise PlanMismatch for a model that this plan cannot run."""
-        fsdp = sys.modules.get("torch.distributed.fsdp")
-        if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in self.model.modules()):
-            raise PlanMismatch(
-                "this model is sharded by fully_shard, whose hooks the regions of this plan would run past; "
-                'plan with `execution="modules"`.'
-            )
-        tensors = sys.modules.get("torch.distributed.tensor")
-        if tensors is not None and any(isinstance(p, tensors.DTensor) for p in self.model.parameters()):
-            raise PlanMismatch(
-                "parameters of this model are DTensors (tensor parallelism), whose operators no plan knows: plans are "
-                "for models whose ranks share data alone."
-            )
-        others = [path for path, forward in modules_under_plans(self.model).items() if forward is not self.main]
-        if others:
-            raise PlanMismatch(
-                f"other plans are applied inside of this model (on {first_few(others)}), and no region holds them: "
-                "take them out (`remat.remove(module)`), or take the plan of the whole model out."
-            )
-        self._as_planned.require_shapes()
-        self._as_planned.require_dtypes()
-        self._as_planned.compare_device()
-        self._as_planned.compare_compiled()
-
-    def _find_weights(self) -> None:
-        """Find weights on the host. Raises PlanMismatch if the plan counts on others."""
-        planned = TrainingLoop.of(self.plan.about).weights_on_host
-        self._weights = weights_on_host(self.model)
-        self.calls.bring(self._weights)
-        if planned == (0 if self._weights is None else len(self._weights.layers)):
-            return
-        say = f"`remat.offload_weights(model, {planned})`, before the plan is applied"
-        raise PlanMismatch(
-            f"the plan counts on the frozen weights of {planned} layers being on the host: say {say}."
-            if planned
-            else "frozen weights of this model are on the host, and the plan does not know: plan with them "
-            '(`offload="weights"`), or leave `remat.offload_weights` out.'
-        )
+        return self._fitting.execute(self._ran, self.calls, call, graph_module, args)
 
     def _weights_here(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which graphs run while some weights of the model are on the host."""

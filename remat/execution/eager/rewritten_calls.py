@@ -68,6 +68,11 @@ class RewrittenCalls:
         self._find = find or (lambda call, graph_module: by_call.get(call, ()))
         self._rewritten: dict[tuple[int, int], fx.GraphModule] = {}
 
+    @property
+    def weights(self) -> HostWeights | None:
+        """The weights on the host that graphs bring to the device; None if there are none."""
+        return self._options.weights
+
     def bring(self, weights: HostWeights | None) -> None:
         """Bring these weights to the device for the nodes that use them; call this before any graph call."""
         self._options = dataclasses.replace(self._options, weights=weights)
@@ -77,7 +82,7 @@ class RewrittenCalls:
         self._rewritten.clear()
 
     def __call__(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
-        weights = self._options.weights
+        weights = self.weights
         if self.offloader is None and weights is None and call not in self._calls:
             return graph_module.forward(*args)
         key = (call, id(graph_module))
