@@ -1,8 +1,8 @@
 """Work: time as a search counts it, so that its plan depends neither on the machine nor on what else runs there.
 
 Each part of a search says how much it has done, in about the seconds that this takes on one core of 2026: 0.7 to 1.6 of
-the CPU time on eight models (`python -m benchmarks counted_work`). Searches end by these seconds. Only a time limit that
-the caller sets is wall time.
+the CPU time on eight models (`python -m benchmarks counted_work`). Searches end by these seconds. Only a time limit
+that the caller sets is wall time.
 """
 
 from __future__ import annotations
