@@ -21,6 +21,7 @@ from torch import nn
 import remat
 from remat._torch.dynamo import frames_traced
 from remat.capture.anchors import Signature
+from remat.capture.model_state import ModelState
 from remat.capture.settling import EarlyObservations, settle
 from remat.costing.device_allocator import measure_peak
 from remat.errors import CaptureError, PlanMismatch
@@ -34,6 +35,7 @@ from remat.execution.first_step import FirstStep
 from remat.recording.record import record
 from remat.validation.validating import validate
 from remat.workload.workload import Workload
+from tests import helpers_with_state
 from tests.carrying import (
     CARRYING,
     CLASSES,
@@ -122,6 +124,51 @@ def test_a_model_that_carries_state_trains_bit_by_bit_as_without_a_plan(name: st
     assert plan.regions
     model = is_bitwise(work, plan, 12)
     assert counts_of(model).regions >= 7 * len(plan.regions)
+
+
+class Helped(Stack):
+    """Names helper functions, which alone name what they keep: a counter, a meter, a generator."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = helpers_with_state.dictionary() + helpers_with_state.METER.update(0.1)
+        return super().forward(x + helpers_with_state.drawn()) * (0.5 + 0.02 * scale)
+
+
+def step_with_helper(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1]) * (1 + 0.1 * helpers_with_state.dictionary())
+
+
+def kept_by_helpers() -> tuple[int, float, list[int]]:
+    state = helpers_with_state
+    return state.COUNTS["n"], state.METER.mean, state.TORCHS.get_state().tolist()
+
+
+def test_what_helpers_keep_is_as_without_a_plan_and_validation_leaves_it() -> None:
+    work = workload(Helped, step=step_with_helper)
+    plan = tight(work)
+    at = kept_by_helpers()
+    report = validate(work, plan, device="cpu")
+    assert report.passed and kept_by_helpers() == at
+    states = []
+    for planned in (None, plan):
+        state = ModelState(Helped())
+        found = trained(work, planned, 4)[0]
+        states.append((found, kept_by_helpers()))
+        state.put_back()
+    assert states[0][1] == states[1][1] and all(map(torch.equal, states[0][0], states[1][0]))
+
+
+def test_what_helpers_of_a_planned_step_keep_is_as_without_a_plan() -> None:
+    work = workload(Stack, step=step_with_helper)
+    plan = tight(work.with_planned_step())
+    found = []
+    for step in (work.step, remat.planned_step(work.step, plan)):
+        helpers_with_state.COUNTS["n"] = 0
+        torch.manual_seed(0)
+        model = work.build()
+        found.append([step(model, work.batch(ROWS, None)).item() for _ in range(3)])
+        assert helpers_with_state.COUNTS["n"] == 3
+    assert found[0] == found[1]
 
 
 @pytest.mark.often("buffered", "cached", "averages")

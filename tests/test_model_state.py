@@ -9,6 +9,7 @@ import functools
 import itertools
 import logging
 import random
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,15 +21,26 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils import parametrizations, parametrize
 
+import tests.helpers_with_state
 from remat.capture import model_state
 from remat.capture.code_names import globals_in
 from remat.capture.copies import copied
 from remat.capture.generators import generators_kept as kept
-from remat.capture.holders import GROWN, NUMBER, OTHER, TENSOR, StateLost
+from remat.capture.holders import GROWN, NUMBER, OTHER, TENSOR, StateLost, _is_installed
 from remat.capture.kept_tensors import KeptTensor
-from remat.capture.model_state import LARGEST_BYTES, AppendedLists, ModelState, Numbers, SharedState
+from remat.capture.model_state import (
+    LARGEST_BYTES,
+    MOST_NAMED_BYTES,
+    MOST_OBJECTS,
+    AppendedLists,
+    ModelState,
+    Numbers,
+    SharedState,
+)
 from remat.host.weights import _load
 from remat.workload.workload import StepModule
+from tests import helpers_with_state
+from tests.helpers_with_state import HELPERS
 
 COUNT: dict[str, Any] = {"calls": 0}
 RANDOM = np.random.default_rng(0)
@@ -194,7 +206,69 @@ def test_tensors_of_functions_that_are_named_are_told_apart_from_those_of_the_mo
     state = ModelState(model, data=False)
     assert {id(each) for each in (NEVER_READ, *tensors_named()[:2])} <= {id(each) for each in state.named}
     assert {id(each) for each in (model.own, HALVED.args[0])} == {id(each) for each in state.unregistered}
-    assert ModelState(model).named == []  # of a model that trains, none is copied
+
+
+class Helped(nn.Module):
+    """Names a helper function by `way`, and the helper alone names what it keeps."""
+
+    def __init__(self, way: Callable[[], Any]) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self) -> torch.Tensor:
+        return torch.as_tensor(self.way()).clone()
+
+
+def counts_in_a_module() -> int:
+    helpers_with_state.CALLS += 1
+    return helpers_with_state.CALLS
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    **HELPERS,
+    "function of a module": lambda: helpers_with_state.dictionary(),
+    "number of a module": lambda: counts_in_a_module(),
+    "function of a module in a package": lambda: tests.helpers_with_state.dictionary(),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_what_a_helper_keeps_is_put_back(name: str) -> None:
+    model = Helped(WAYS[name])
+    before, first = ModelState(model), model()
+    has_changed = bool(before.changes()) or "generator" in name
+    before.put_back()
+    assert before.changes() == {}
+    again = model()
+    before.put_back()
+    assert has_changed and torch.equal(first, again) and not before.only_once
+
+
+FAR: list[Any] = []
+
+
+def test_what_is_too_much_to_be_copied_is_known_and_a_long_list_is_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Helped(lambda: far())
+    monkeypatch.setattr(f"{__name__}.FAR", [torch.zeros(2**20) for _ in range(17)])  # of 4 MiB each
+    assert ModelState(model).only_once == [f"what is reached from {__name__}.FAR"]
+    assert ModelState(model, data=False).only_once == []
+    assert sum(tensor.nbytes for tensor in ModelState(model).named) <= MOST_NAMED_BYTES
+    monkeypatch.setattr(f"{__name__}.FAR", [(1, 2)] * (MOST_OBJECTS + 1))
+    state = ModelState(model)
+    assert state.only_once == [] and all(len(holder.was) <= MOST_OBJECTS for holder in state.holders)
+
+
+def far() -> Any:
+    return FAR[0]
+
+
+def test_a_notebook_is_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    _is_installed.cache_clear()
+    try:
+        assert not _is_installed("__main__") and _is_installed("builtins") and _is_installed("torch")
+    finally:
+        _is_installed.cache_clear()
 
 
 def counting(x: torch.Tensor, calls: int = 0) -> torch.Tensor:

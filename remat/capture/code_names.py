@@ -1,14 +1,19 @@
-"""Names in code: the globals that it reads and sets, as against attributes of the same names."""
+"""Names in code: the globals that it reads and sets, as against attributes of the same names, and those of modules."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import dis
 import functools
+import importlib.util
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL")
+_OF_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM")
 
 
 def as_function(callee: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,3 +36,52 @@ def globals_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(
         each.argval for inner in codes_in(code) for each in dis.get_instructions(inner) if each.opname in _OF_GLOBALS
     )
+
+
+@functools.cache
+def attributes_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names of attributes, of whatever, in `code`, and in functions that it defines."""
+    return frozenset(
+        each.argval for inner in codes_in(code) for each in dis.get_instructions(inner) if each.opname in _OF_ATTRIBUTES
+    )
+
+
+@functools.cache
+def _imports_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names of the modules that `code` imports as it runs; with leading dots where they are relative."""
+    found = set()
+    for inner in codes_in(code):
+        instructions = list(dis.get_instructions(inner))
+        for at, each in enumerate(instructions):
+            if each.opname == "IMPORT_NAME":  # behind the level and the names that are imported
+                found.add("." * int(instructions[at - 2].argval) + each.argval)
+    return frozenset(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class NamesOfModule:
+    """Names of a module that code may read or set there: `helpers.count`."""
+
+    module: types.ModuleType
+    names: frozenset[str]
+
+
+def modules_named(function: types.FunctionType, is_wanted: Callable[[str], bool]) -> Iterator[NamesOfModule]:
+    """Yield the modules that `function` names, or imports as it runs, with the names of each that it may mean.
+
+    is_wanted  by a module's name; the modules of one that is not are left out as well
+    """
+    table, code, seen = function.__globals__, function.__code__, set[str]()
+    waiting = [each for key in globals_in(code) if isinstance(each := table.get(key), types.ModuleType)]
+    for name in _imports_in(code):
+        with contextlib.suppress(ImportError, ValueError):  # relative to no package
+            absolute = importlib.util.resolve_name(name, table.get("__package__"))
+            waiting += [sys.modules[each] for each in (absolute, absolute.partition(".")[0]) if each in sys.modules]
+    while waiting:
+        module = waiting.pop()
+        if module.__name__ in seen or not is_wanted(module.__name__):
+            continue
+        seen.add(module.__name__)
+        names = attributes_in(code) & vars(module).keys()
+        waiting += [each for name in names if isinstance(each := vars(module)[name], types.ModuleType)]
+        yield NamesOfModule(module, names)

@@ -64,15 +64,24 @@ def is_looked_into(value: Any, homes: Container[str]) -> bool:
     Of code that is installed, that of `homes` alone has, where classes of the model are: libraries name much of each
     other.
     """
-    if not isinstance(value, (types.FunctionType, functools.partial, CACHED, type)):
+    if not isinstance(value, (*FUNCTIONS, CACHED, type)):
         return False
     home = str(getattr(value.func if isinstance(value, functools.partial) else value, "__module__", ""))
-    return home in homes or not _is_installed(home)
+    return is_module_looked_into(home, homes)
+
+
+def is_module_looked_into(module: str, homes: Container[str]) -> bool:
+    """Return whether functions of the module of this name have state of the model."""
+    return module in homes or not (_is_installed(module) or _is_in(module, _LEFT_ALONE))
 
 
 @functools.cache
 def _is_installed(module: str) -> bool:
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    """Return whether a module is of Python or of a package; the one of a notebook, which has no file, is not."""
+    if module == "__main__" and not hasattr(sys.modules[module], "__file__"):
+        return False
+    found = sys.modules.get(module)
+    file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), "")  # a folder's has no file
     return not file or file.startswith(_STANDARD) or not _PACKAGES.isdisjoint(pathlib.PurePath(file).parts)
 
 

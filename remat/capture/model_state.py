@@ -6,7 +6,8 @@ training does must leave no trace of it.
 
 Rule 1  What is reached from the model counts: modules and their hooks, plain objects, containers, what functions close
         over, attributes of the objects' classes, and the globals that the code of those classes and functions names.
-        While a step is planned, functions and classes that this code names count too: their tensors are `named`.
+        Functions and classes that this code names count too, also of modules that it names (`helpers.count()`): their
+        tensors are `named`. They may never run, so of these what is large is taken for a program's data.
         The step of a `StepModule` is code as well: the program shares the object that it may be.
         The machinery of libraries (loggers, trainers, data sets, devices) is left alone.
 Rule 2  What holds references is noted with those that it holds, and gets them back in place: who refers to the holder
@@ -39,7 +40,7 @@ from torch.utils._pytree import tree_leaves
 
 from remat._torch.training import without_modes
 from remat.capture.cached_functions import CACHED, forget_fakes, forget_tensors
-from remat.capture.code_names import as_function, globals_in
+from remat.capture.code_names import NamesOfModule, as_function, globals_in, modules_named
 from remat.capture.generators import KeptGenerator, generator_of, global_generators, let_be_put_back
 from remat.capture.holders import (
     FORWARD,
@@ -59,6 +60,7 @@ from remat.capture.holders import (
     container,
     is_left_alone,
     is_looked_into,
+    is_module_looked_into,
     is_own,
     joined,
     slots_of,
@@ -68,8 +70,10 @@ from remat.workload.workload import StepModule
 
 MOST_OBJECTS = 100_000  # that are looked into, of those that are reached through code
 LARGEST_BYTES = 1 << 24  # of a tensor or an array that is reached through code
+MOST_NAMED_BYTES = 1 << 26  # of all those that are copied, reached through functions that code names
 
 _ATOMS = (*NUMBERS, type(None), type, torch.dtype, torch.device, torch.Size, enum.Enum, types.ModuleType, range)
+_SIZED = (list, dict, set, collections.deque, tuple, frozenset)
 _TABLES = ("_modules", "_parameters", "_buffers")  # whose keys are attributes of their module
 
 
@@ -114,6 +118,7 @@ class ModelState:
         self._tensors: list[KeptTensor] = []
         self._aside: set[int] = set()  # ids of tensors that are `named`
         self._is_aside = False
+        self._aside_bytes = 0
         self.cached: list[Any] = []
         self.torch_generators: list[torch.Generator] = []
         self._code: list[tuple[str, Any]] = []  # functions and classes that are not looked into yet
@@ -266,9 +271,14 @@ class ModelState:
 
     def _noted(self, name: str, value: Any) -> Iterable[tuple[str, Any]]:
         """Note `value`, and return the named values that it leads to."""
+        if isinstance(value, type) and self._is_followed(value):
+            self._named_code.append((name, value))
         if isinstance(value, _ATOMS) or id(value) in self._seen:
             return ()
         if self._is_shared and len(self._seen) >= self._most:
+            self._not_looked_into = self._not_looked_into or name
+            return ()
+        if self._data and self._is_aside and not self._has_room_for(value):
             self._not_looked_into = self._not_looked_into or name
             return ()
         if (self._without_models and _trains(value)) or (self._is_shared and self._is_data(value)):
@@ -296,8 +306,19 @@ class ModelState:
 
     def _is_data(self, value: Any) -> bool:
         """Return whether `value` is more likely a program's data than state that a model changes."""
-        is_large = isinstance(value, (torch.Tensor, np.ndarray)) and value.nbytes > LARGEST_BYTES
-        return is_large and id(value) not in self._beside
+        if not isinstance(value, (torch.Tensor, np.ndarray)):
+            return self._is_aside and isinstance(value, _SIZED) and len(value) > MOST_OBJECTS
+        return value.nbytes > LARGEST_BYTES and id(value) not in self._beside
+
+    def _is_followed(self, value: Any) -> bool:
+        return id(value) not in self._seen and is_looked_into(value, self._homes)
+
+    def _has_room_for(self, value: Any) -> bool:
+        """Count the copies of what code names, and return whether they may have that of `value` too."""
+        is_copied = isinstance(value, (torch.Tensor, np.ndarray)) and not isinstance(value, nn.Parameter)
+        if is_copied and not self._is_data(value):
+            self._aside_bytes += value.nbytes
+        return self._aside_bytes <= MOST_NAMED_BYTES
 
     def _held(self, holder: Holder) -> Iterator[tuple[str, Any]]:
         self._holders.append(holder)
@@ -327,25 +348,31 @@ class ModelState:
         elif isinstance(value, functools.partial):
             yield from ((name, each) for each in (value.func, value.keywords))
             yield from self._held(PartialArguments(name, value))
+        elif isinstance(value, NamesOfModule):
+            yield from self._of_globals(value.module.__name__, vars(value.module), value.names)
         elif is_left_alone(value):
             return
         elif isinstance(value, type):
-            functions = (getattr(each, "__func__", getattr(each, "fget", each)) for each in vars(value).values())
-            yield from ((name, each) for each in functions if isinstance(each, (types.FunctionType, CACHED)))
+            yield from ((name, each) for each in map(_function_of, vars(value).values()) if each is not None)
             yield from self._held(ClassAttributes(name, value))
+            related = (*value.__mro__[1:], *(each for each in vars(value).values() if isinstance(each, type)))
+            self._named_code += ((each.__qualname__, each) for each in related if self._is_followed(each))
         else:
             cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
             yield from ((joined(name, variable), cell) for variable, cell in cells)
             if value.__defaults__ or value.__kwdefaults__:
                 yield from self._held(Defaults(name, value))
             yield from self._held(Attributes(name, vars(value)))
-            known = self._named.setdefault(id(value.__globals__), set())
-            names = globals_in(value.__code__) - known
-            known |= names
-            yield from self._held(Globals(str(value.__module__), value.__globals__, names))
-            if not self._data:  # what is named and never runs is not worth copying
-                named = ((key, value.__globals__.get(key)) for key in names)
-                self._named_code += ((key, each) for key, each in named if is_looked_into(each, self._homes))
+            yield from self._of_globals(str(value.__module__), value.__globals__, globals_in(value.__code__))
+            is_wanted = functools.partial(is_module_looked_into, homes=self._homes)
+            self._named_code += ((each.module.__name__, each) for each in modules_named(value, is_wanted))
+
+    def _of_globals(self, name: str, table: dict[str, Any], names: Collection[str]) -> Iterator[tuple[str, Any]]:
+        known = self._named.setdefault(id(table), set())
+        new = set(names) - known
+        known |= new
+        yield from self._held(Globals(name, table, new))
+        self._named_code += ((key, table[key]) for key in new if key in table and self._is_followed(table[key]))
 
 
 class Numbers:
@@ -434,3 +461,10 @@ class SharedState:
 
 def _trains(value: Any) -> bool:
     return isinstance(value, nn.Module) and any(parameter.requires_grad for parameter in value.parameters())
+
+
+def _function_of(attribute: Any) -> Any:
+    """Return the function of a class's attribute: of a method of any kind, a property, a cached property; or None."""
+    for part in ("__func__", "fget", "func"):
+        attribute = getattr(attribute, part, attribute)
+    return attribute if isinstance(attribute, (types.FunctionType, CACHED)) else None

@@ -38,7 +38,7 @@ from remat._torch.training import clear_cublas_workspaces, fakes_are_on, give_ve
 from remat.capture.dynamo import without_cache
 from remat.capture.holders import StateLost
 from remat.capture.kept_tensors import strided_parts
-from remat.capture.model_state import ModelState
+from remat.capture.model_state import MOST_NAMED_BYTES, ModelState
 from remat.capture.trl_head import selects_rows
 from remat.capture.written_parameters import NoRoom, WrittenParameters
 from remat.chunking.chunked_loss import Watch
@@ -194,13 +194,14 @@ class FirstStep:
             return math.inf if self._form == CAPTURED_FORM else -1
         there = [*self._model.parameters(), *self._model.buffers()]
         there += [p.grad for p in self._model.parameters() if p.is_leaf and p.grad is not None]
-        beside = ModelState(self._model, data=False).unregistered
+        state = ModelState(self._model, data=False)
+        beside = state.unregistered
         planned = self._plan.predicted.get("breakdown", {})
         state_bytes = _bytes_of(there) + max(_bytes_of(beside), planned.get(STATE, 0))
         if all(p.device.type == "cpu" for p in self._model.parameters()):  # where copies take as much again
-            state_bytes += _bytes_of(self._model.buffers()) + _bytes_of(
-                t for t in beside if not isinstance(t, nn.Parameter)
-            )
+            copied = (t for t in beside if not isinstance(t, nn.Parameter))
+            state_bytes += _bytes_of(self._model.buffers()) + _bytes_of(copied)
+            state_bytes += min(_bytes_of(t for t in state.named if not isinstance(t, nn.Parameter)), MOST_NAMED_BYTES)
         state_bytes += planned.get(OPTIMIZER_STATE, 0) + 2 * planned.get("batch", 0)
         room_bytes = max(self._plan.budget_bytes, self._plan.predicted["peak_bytes"])
         kept_bytes = self._plan.predicted.get("kept_before_bytes") or [0] * (number + 1)
