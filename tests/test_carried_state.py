@@ -791,6 +791,55 @@ def test_it_is_refused_where_what_takes_more_is() -> None:
         work.step(model, work.batch(work.batch_size, None))
 
 
+class Skipping(Counting):
+    """Leaves out its first layer from the forward of number `first` on."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda model: 1 / (1 + model.steps))
+        self.first = 1000
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        for layer in self.layers[int(self.steps >= self.first) :]:
+            x = layer(x)
+        y: torch.Tensor = self.head(x) * self.count(self)
+        return y
+
+
+def wrapped(model: Skipping) -> None:
+    layer: Any = model.layers[0]
+    layer.up = nn.Sequential(layer.up, nn.Identity())
+
+
+def patched(model: Skipping) -> None:
+    model.layers[0].forward = lambda x: 2 * x
+
+
+def skipping(model: Skipping) -> None:
+    model.first = 0
+
+
+@pytest.mark.parametrize(
+    ("change", "why", "is_by_a_number"),
+    [
+        (wrapped, r"linear in layers.0.up.0, and was linear in layers.0.up when planned; use", False),
+        (patched, r"layer_norm in layers.1.norm, .*; layers.0 has a forward that its class has not; use", False),
+        (
+            skipping,
+            r"layer_norm in layers.1.norm, .*; a number that the model changes may be why \(`steps`\); use",
+            True,
+        ),
+    ],
+)
+def test_a_number_is_blamed_only_where_it_may_be_why(change: Any, why: str, is_by_a_number: bool) -> None:
+    work = workload(Skipping)
+    model = apply(work.build(), tight(work), on_larger="refuse")
+    change(model)
+    with pytest.raises(PlanMismatch, match=why) as error:
+        work.step(model, work.batch(ROWS, None))
+    assert ("a number that the model changes" in str(error.value)) == is_by_a_number
+
+
 class FromThenOn(NowAndThen):
     def count(self) -> int:
         return 0 if super().count() >= self.often else 1

@@ -6,6 +6,7 @@ report where it is a few percent.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from remat.capture.attention_masks import PADDED_BATCH, takes_mask
 from remat.capture.circumstances import differences, hooked, state_of, versions
 from remat.capture.settling import listed
 from remat.errors import PlanMismatch
-from remat.evaluation.identity import Fit, NodeId
+from remat.evaluation.identity import Fit, GraphMismatch, NodeId
 from remat.evaluation.plan import TOKEN_CAP, Plan
 from remat.execution.eager.running_forward import RunningForward
 from remat.execution.early_forwards import EarlyForwards
@@ -32,6 +33,13 @@ USE_AS_PLANNED = (
     "use the model as planned, make a plan for it as it is, or train without one after `remat.remove(model)`"
 )
 OTHER_MODEL = 0.02  # of the planned peak: a graph that needs more than that above it is refused
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moved:
+    """An operator in another module than planned, and the modules around it whose object has a forward of its own."""
+
+    replaced: tuple[str, ...]
 
 
 class GraphAsPlanned:
@@ -55,7 +63,7 @@ class GraphAsPlanned:
         fit = self._placer.fit(call, graph_module, same_shapes=same_shapes)
         if isinstance(fit, Fit):
             return self._larger(running, fit, graph_module)
-        return self._error(running, f"{OTHER_GRAPH} {fit}", graph_module)
+        return self._error(running, f"{OTHER_GRAPH} {fit}", graph_module, fit)
 
     def of_calls(self, running: RunningForward) -> PlanMismatch | None:
         """Return the error about the number of graph calls of a forward that has run; None if it is as planned."""
@@ -134,15 +142,42 @@ class GraphAsPlanned:
             )
         return True
 
-    def _error(self, running: RunningForward, difference: str, graph_module: fx.GraphModule) -> PlanMismatch:
+    def _error(
+        self, running: RunningForward, difference: str, graph_module: fx.GraphModule, fit: GraphMismatch | None = None
+    ) -> PlanMismatch:
         """Make the error from a `difference`, everything else known to differ, and a remedy."""
         known, remedy = self._known_differences(running), self._remedy(running, graph_module)
-        running.unexplained = "" if known or remedy else difference.removeprefix(OTHER_GRAPH).strip()
+        moved = None if fit is None else self._moved(fit)
+        is_explained = known or remedy or (moved is not None and not moved.replaced)
+        running.unexplained = "" if is_explained else difference.removeprefix(OTHER_GRAPH).strip()
         said = [f"the plan was made for {self._plan.about['workload']!r}, {difference}", *known]
         said += differences(self._plan.about, {"versions": versions()})
-        if not known and remedy is None and self._early.carries_numbers:
-            said.append(f"a number that the model changes may be why ({listed(self._early.carried)})")
+        if not known and remedy is None:
+            said += self._perhaps(moved)
         return PlanMismatch(f"{'; '.join([*said, remedy or USE_AS_PLANNED])}.")
+
+    def _perhaps(self, moved: _Moved | None) -> list[str]:
+        """Say in words what may be why a graph differs, where nothing is known to be."""
+        if moved is not None:
+            return [f"{path} has a forward that its class has not" for path in moved.replaced[:1]]
+        carried = listed(self._early.carried) if self._early.carries_numbers else ""
+        return [f"a number that the model changes may be why ({carried})"] if carried else []
+
+    def _moved(self, mismatch: GraphMismatch) -> _Moved | None:
+        """Describe an operator that is as planned but for its module, which no number brought; else return None.
+
+        Where a number leaves out a layer, the same operator is found in another one that the plan knows.
+        """
+        difference = mismatch.difference
+        planned, found = (None, None) if difference is None else (difference.planned, difference.found)
+        if planned is None or found is None or planned.op != found.op or planned.module == found.module:
+            return None
+        modules, parts = dict(self._model.named_modules()), planned.module.split(".")
+        around = [".".join(parts[: i + 1]) for i in range(len(parts))]
+        inside = [path for path in around if path and path in modules]  # the model itself has the plan's forward
+        replaced = tuple(path for path in inside if "forward" in vars(modules[path]))
+        is_known = any(node.module == found.module for node in self._plan.identities[mismatch.call])
+        return None if is_known and not replaced else _Moved(replaced)
 
     def _known_differences(self, running: RunningForward) -> list[str]:
         """List in words what else differs from the plan: arguments, the model, what is around it."""
