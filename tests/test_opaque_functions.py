@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -302,6 +303,85 @@ class Counted(nn.Linear):
 def test_a_function_whose_forward_counts_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"forward of `Counting` changes something beside its `ctx`"):
         recorded(of_rows(Counted))
+
+
+PAST: list[int] = []
+LATEST: dict[str, Any] = {}
+DRAWS = random.Random(0)
+
+
+@torch.compiler.allow_in_graph
+def counts(x: torch.Tensor) -> torch.Tensor:
+    TABLE["n"] += 1
+    return torch.tanh(x)
+
+
+def noted(rows: int) -> int:
+    PAST.append(rows)
+    return len(PAST)
+
+
+@torch.compiler.allow_in_graph
+def counts_by_helper(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x) * (1 + noted(len(x)) / 100)
+
+
+@torch.compiler.allow_in_graph
+def draws(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x) * DRAWS.random()
+
+
+@torch.compiler.allow_in_graph
+def reads(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x) * Schedule.strength * (1 + TABLE["n"])
+
+
+@torch.compiler.allow_in_graph
+def makes_once(x: torch.Tensor) -> torch.Tensor:
+    LATEST.setdefault("rows", len(x))
+    return torch.tanh(x)
+
+
+@torch.compiler.allow_in_graph
+def sets(x: torch.Tensor) -> torch.Tensor:
+    LATEST["x"] = x.detach()
+    return torch.tanh(x)
+
+
+class Allowed(nn.Module):
+    """Calls a function that is allowed in the graph, and counts beside it."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers, self.function = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)]), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        TABLE["n"] += 1
+        for layer in self.layers:
+            x = self.function(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("function", "changed"),
+    [
+        (counts, r"TABLE\['n'\]`"),
+        (counts_by_helper, "PAST`"),
+        (draws, "a generator of random numbers"),
+    ],
+)
+def test_an_allowed_function_that_counts_or_draws_is_refused_with_what_it_changes(function: Any, changed: str) -> None:
+    before = dict(TABLE), list(PAST)
+    name = function.__name__
+    with pytest.raises(CaptureError, match=rf"`{name}` changes .*{changed} each time .* Change it where `{name}` is"):
+        recorded(of_rows(lambda: Allowed(function)))
+    assert (dict(TABLE), list(PAST)) == before
+
+
+@pytest.mark.parametrize("function", [reads, makes_once, sets])
+def test_an_allowed_function_that_only_reads_is_a_node(function: Any) -> None:
+    graph = graph_of(of_rows(lambda: Allowed(function)))
+    assert [node.op for node in graph.nodes].count(function.__name__) == 2
 
 
 class Reversed(torch.autograd.Function):

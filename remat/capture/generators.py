@@ -21,9 +21,14 @@ class KeptGenerator:
     name = "a generator"
 
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]):
-        self._put, was = put, get()
+        self._get, self._put, was = get, put, get()
         self._is_tensor = isinstance(was, torch.Tensor)
         self._was = bytes(was.tolist()) if self._is_tensor else was  # transforms of torch.func forbid numpy()
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether the state of a generator of Python or numpy is another now; of torch's it is not asked."""
+        return not self._is_tensor and repr(self._get()) != repr(self._was)
 
     def put_back(self) -> None:
         self._put(torch.frombuffer(bytearray(self._was), dtype=torch.uint8) if self._is_tensor else self._was)

@@ -196,6 +196,11 @@ class ModelState:
         return once + [f"what is reached from {self._not_looked_into}"] * (self._not_looked_into is not None)
 
     @property
+    def have_generators_drawn(self) -> bool:
+        """Whether a generator of Python or numpy that is reached through code alone has drawn."""
+        return any(generator.has_drawn for generator in self._shared_generators)
+
+    @property
     def shared_generators(self) -> list[KeptGenerator]:
         """Generators reached through code alone, as they were."""
         return self._shared_generators

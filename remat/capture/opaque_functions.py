@@ -34,7 +34,7 @@ from remat._torch.training import without_modes
 from remat.capture import four_bit, trl_head
 
 Function = type[torch.autograd.Function]
-_NOT_A_MODELS = ("torch", "remat")
+NOT_A_MODELS = ("torch", "remat")
 
 
 def known_functions(model: nn.Module) -> frozenset[str]:
@@ -58,7 +58,7 @@ def changing_functions() -> tuple[frozenset[str], frozenset[str]]:
 
 def _all_functions(base: Function) -> Iterator[Function]:
     for function in base.__subclasses__():
-        if function.__module__.partition(".")[0] not in _NOT_A_MODELS:
+        if function.__module__.partition(".")[0] not in NOT_A_MODELS:
             yield function
         yield from _all_functions(function)
 
@@ -110,6 +110,12 @@ def _changed(code: types.CodeType) -> list[str]:
     return found
 
 
+def only_sets(function: Any) -> bool:
+    """Return whether a function sets something beside its variables, and to nothing computed of what it was."""
+    found = _changed(function.__code__) if hasattr(function, "__code__") else []
+    return bool(found) and "counts" not in found
+
+
 def name_of(function: Function) -> str:
     return f"{function.__module__}:{function.__qualname__}"
 
@@ -119,7 +125,7 @@ def functions_behind(loss: torch.Tensor) -> frozenset[str]:
     found = set()
     for node in nodes_behind([loss.grad_fn]):
         function = getattr(node, "_forward_cls", None)
-        if function is not None and function.__module__.partition(".")[0] not in _NOT_A_MODELS:
+        if function is not None and function.__module__.partition(".")[0] not in NOT_A_MODELS:
             found.add(name_of(function))
     return frozenset(found)
 

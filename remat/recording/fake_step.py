@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from remat._torch.dynamo import tracebacks_unwritten
 from remat._torch.elsewhere import autocast_elsewhere
 from remat._torch.step_fakes import StepFakes
+from remat.capture.allowed_functions import FunctionsWatched, functions_in
 from remat.capture.anchors import Signature
 from remat.capture.attention_masks import Masks, OnesSeen, eager_attention_masks, masks_of
 from remat.capture.beside_parameters import tensors_beside
@@ -226,6 +227,7 @@ class FakeStep:
                     if self.early.is_any:
                         built.put_back()
                     settle(self, lambda: self._begin_step(alignment_bytes))
+                self._require_no_counting()
                 self._find_appended()
                 self._has_state = bool(self.state().unregistered)
         self._settled = True
@@ -242,6 +244,17 @@ class FakeStep:
         with ParametersSeen(alignment_bytes, self.model, self.calls, self.state().named) as tracker:
             self._begun = tracker, self._forward_under(tracker)
         self.trails.append(trail_of(tracker))
+
+    def _require_no_counting(self) -> None:
+        """Raise CaptureError if a function that is left whole in a graph changes state each time that it runs."""
+        functions = functions_in(self.graphs.captured, {type(module).__module__ for module in self.model.modules()})
+        if not functions or self.calls.answers is None:  # a compiler traces what is in them
+            return
+        self._begun, before, watched = None, self.state(), FunctionsWatched(functions)
+        with self.executing(watched.execute):
+            self.forward()
+        before.put_back()
+        watched.require_no_change()
 
     def _find_appended(self) -> None:
         """Find lists that grow with every step and that no step reads: emptied, they leave the operators unchanged."""

@@ -46,6 +46,11 @@ class StepGraphs:
         self._called[call], self._autocast_of[call] = graph_module, autocast
         self._seen[id(graph_module)] = graph_module
 
+    @property
+    def captured(self) -> list[fx.GraphModule]:
+        """The graphs, one a call, as they were captured."""
+        return list(self._called.values())
+
     def ready(self, call: int, form: Form) -> fx.GraphModule:
         """Return a copy of the graph of a call in `form`, with the kernels of the device."""
         graph_module, autocast = self._called[call], self._autocast_of[call]
