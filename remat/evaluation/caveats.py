@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from remat.evaluation.graph import DRAWN_LENGTHS, DRAWN_OUTSIDE, KEPT_OUTSIDE, WITH_STEP
+from remat.evaluation.refused import refused_sizes
 from remat.units import first_few, gib
 
 
 def caveats(about: Mapping[str, Any]) -> list[str]:
-    """List sentences about random numbers that a plan depends on, and about code that it does not reach."""
-    return [*drawn_lengths(about), *outside_graphs(about)]
+    """List sentences about random numbers, code that a plan does not reach, and sizes that its search left out."""
+    return [*drawn_lengths(about), *outside_graphs(about), *refused_sizes(about)]
 
 
 def outside_graphs(about: Mapping[str, Any]) -> list[str]:

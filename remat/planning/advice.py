@@ -35,6 +35,7 @@ from remat.host.weights import FEWEST, layers_of
 from remat.planning.layers_on_host import graph_with_layers
 from remat.planning.links import state_wait_us
 from remat.planning.profiling import fake_step
+from remat.planning.refused_sizes import error_at
 from remat.recording.fake_step import FakeStep
 from remat.recording.record import record
 from remat.solvers.least_peak import least_peak
@@ -103,8 +104,10 @@ def _changed(
     step: FakeStep, workload: Workload, place: PlanningDevice, loop: TrainingLoop, whole: Graph, losses_are_cut: bool
 ) -> Iterator[tuple[str, Graph]]:
     """Yield each lever with one rank's graph under it."""
-    changed = ((what, fake_step(other, place)) for what, other in _workloads(workload, whole))
+    changed = ((what, _step_of(other, place)) for what, other in _workloads(workload, whole))
     for what, other in itertools.chain(changed, _optimized(step, whole)):
+        if other is None:
+            continue
         if not (loop.offload_optimizer or loop.step_in_backward) or can_be_offloaded(other.optimizer.alone):
             yield what, shard(_recorded(other, place, loop), loop)
     if loop.shard is None:
@@ -124,6 +127,11 @@ def _changed(
         yield "parameters stepped in backward (--optimizer-step backward)", graph
     if place.target.host_bytes_per_us and not (loop.shard or loop.ddp or loop.ema or loop.weights_on_host):
         yield from _weights_on_host(step, place, loop, whole)
+
+
+def _step_of(workload: Workload, place: PlanningDevice) -> FakeStep | None:
+    """Return the step on fake tensors; None if its own code refuses it, as batch normalization does one sample."""
+    return fake_step(workload, place) if error_at(workload, place) is None else None
 
 
 def _recorded(step: FakeStep, place: PlanningDevice, loop: TrainingLoop) -> Graph:

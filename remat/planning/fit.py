@@ -21,14 +21,15 @@ from typing import Any, NoReturn, TypeVar, Unpack
 
 from remat.capture.generators import generators_kept
 from remat.costing.planning_device import PlanningDevice, find_planning_device
-from remat.errors import Infeasible, NoPlanInTime, UsageError
+from remat.errors import Infeasible, NoPlanInTime, RematError, UsageError
 from remat.evaluation.plan import Plan
 from remat.offloading.link import Link
 from remat.planning.budget import Budget, is_share_of_step
 from remat.planning.micro_batches import MicroBatches
 from remat.planning.planner import refused_in_full
+from remat.planning.refused_sizes import SizeRefused, with_refused
 from remat.planning.request import PlanRequest, RequestKeywords
-from remat.planning.windows import BatchCandidate, Window, largest
+from remat.planning.windows import BatchCandidate, Near, Window, itself, largest, neighbours
 from remat.workload.training_loop import TrainingLoop, is_power_of_two
 from remat.workload.workload import Workload, require_workload
 
@@ -42,7 +43,7 @@ T = TypeVar("T")
 class BatchFit:
     """The fastest way to run a global batch.
 
-    rungs       of the ladder by name, and the joint optimum; None if nothing of that kind fits
+    rungs       of the ladder by name, and the joint optimum; None if nothing of that kind fits, or the model refuses it
     candidates  every micro-batch with the best plan that was found for it, the largest first
     plan        of the joint optimum, recorded and replayed at its size
     samples     of all ranks in an optimizer step
@@ -156,7 +157,8 @@ def fit(
 
     Raises:
         UsageError: The global batch does not divide over the ranks, or an argument is wrong.
-        Infeasible: Not even a micro-batch of one sample fits.
+        Infeasible: Not even the smallest micro-batch fits that the model takes, as a rule one of one sample.
+        CaptureError: The model cannot be captured, or refuses every micro-batch that was tried.
 
     Example:
         >>> best = remat.fit(workload, global_batch=256, budget="20GiB")
@@ -168,9 +170,11 @@ def fit(
 
 def fitted(sizing: Sizing, global_batch: int) -> BatchFit:
     """Run `fit` for a Sizing."""
-    budget, ranks = sizing.budget, sizing.loop.ranks
-    samples = samples_of_rank(global_batch, ranks)
-    sizes = sizing.micro_batches()
+    samples, sizes = samples_of_rank(global_batch, sizing.loop.ranks), sizing.micro_batches()
+    return sizes.taken.found(lambda: _fitted(sizing, sizes, samples))
+
+
+def _fitted(sizing: Sizing, sizes: MicroBatches, samples: int) -> BatchFit:
     windows = sizes.windows(samples)
     tried: list[BatchCandidate] = []
     best_us = math.inf
@@ -181,7 +185,7 @@ def fitted(sizing: Sizing, global_batch: int) -> BatchFit:
         tried.append(found)
         best_us = min(best_us, found.time_us or math.inf)
     if best_us == math.inf:
-        sizing.refuse(sizes, Window(samples, 1))
+        sizing.refuse(sizes, windows[-1])
     fitting = sorted((found for found in tried if found.time_us is not None), key=lambda found: found.time_us or 0.0)
     best, plan = first_reserving(fitting, lambda found: sizes.plan(Window(samples, found.micro_batch)))
     rungs = {**sizes.ladder(samples, windows), JOINT: best}
@@ -192,9 +196,9 @@ def fitted(sizing: Sizing, global_batch: int) -> BatchFit:
         about=plan.about,
         target=plan.target,
         costs=plan.costs,
-        budget_bytes=budget.limit_bytes,
-        samples=global_batch,
-        ranks=ranks,
+        budget_bytes=sizing.budget.limit_bytes,
+        samples=samples * sizing.loop.ranks,
+        ranks=sizing.loop.ranks,
     )
 
 
@@ -237,7 +241,8 @@ def largest_batch(
         The plan; its batch size is `plan.about["batch_size"]`.
 
     Raises:
-        Infeasible: Not even one sample fits.
+        Infeasible: Not even the smallest micro-batch fits that the model takes, as a rule one of one sample.
+        CaptureError: The model cannot be captured, or refuses every size that was tried.
         UsageError: An argument is wrong.
 
     Example:
@@ -248,20 +253,42 @@ def largest_batch(
 
 def largest_of(sizing: Sizing) -> Plan:
     """Run `largest_batch` for a Sizing."""
-    loop = sizing.loop
     sizes = sizing.micro_batches()
-    guess, cuts = sizes.guess(accumulates=loop.accumulates), is_power_of_two(loop.accumulation)
-    found = largest(lambda size: sizes.feasible(size, accumulates=loop.accumulates, in_slices=cuts), guess=guess)
+    return sizes.taken.found(lambda: _largest_of(sizing, sizes))
+
+
+def _largest_of(sizing: Sizing, sizes: MicroBatches) -> Plan:
+    loop = sizing.loop
+    found, least = largest_rows(sizes)
     if not found:
-        sizing.refuse(sizes, Window(loop.accumulation, 1))
-    return first_reserving(fewer(found), lambda size: sizes.plan(Window(size * loop.accumulation, size)))[1]
+        sizing.refuse(sizes, Window(least * loop.accumulation, least))
+    choices = fewer(found, sizes.taken.near)
+    return first_reserving(choices, lambda size: sizes.plan(Window(size * loop.accumulation, size)))[1]
 
 
-def fewer(size: int) -> Iterator[int]:
-    """Yield `size`, then smaller sizes in steps of 5 %."""
+def largest_rows(sizes: MicroBatches) -> tuple[int, int]:
+    """Return the largest size that some plan fits, 0 for none, and the least size that was tried.
+
+    Raises CaptureError if the model refuses all that were tried.
+    """
+    accumulates, cuts = sizes.loop.accumulates, is_power_of_two(sizes.loop.accumulation)
+    tried: list[int] = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return sizes.feasible(size, accumulates=accumulates, in_slices=cuts)
+
+    found = largest(fits, guess=sizes.guess(accumulates=accumulates), near=sizes.taken.near)
+    if not tried:
+        raise sizes.taken.refusal()
+    return found, min(tried)
+
+
+def fewer(size: int, near: Near = itself) -> Iterator[int]:
+    """Yield `size`, then smaller sizes in steps of 5 %; `near` gives those that may be tried."""
     while size:
         yield size
-        size = min(size - 1, round((1 - STEP_DOWN) * size))
+        size = near(min(size - 1, round((1 - STEP_DOWN) * size)), 0, size) or 0
 
 
 def first_reserving(choices: Iterable[T], plan: Callable[[T], Plan]) -> tuple[T, Plan]:
@@ -324,16 +351,31 @@ def longest_of(sizing: Sizing) -> Plan:
     def at(parts: int) -> MicroBatches:
         return sizing.micro_batches(parts * step)
 
-    def fits(parts: int) -> bool:
+    refused: dict[int, RematError] = {}
+
+    @functools.cache
+    def takes(parts: int) -> bool:
         try:
-            return at(parts).feasible(size, accumulates=loop.accumulates, in_slices=cuts)
-        except UsageError:  # longer than the model's positions
-            if parts == 1:
-                raise
+            at(parts).study(size, loop.accumulates)
+        except (SizeRefused, UsageError) as error:  # as for lengths beyond the model's positions
+            refused[parts] = error
             return False
+        return True
+
+    def near(parts: int, low: int, high: int) -> int | None:
+        return next(filter(takes, neighbours(parts, low, high)), None)
+
+    tried: list[int] = []
+
+    def fits(parts: int) -> bool:
+        tried.append(parts)
+        return at(parts).feasible(size, accumulates=loop.accumulates, in_slices=cuts)
 
     window = Window(size * loop.accumulation, size)
-    found = largest(fits, guess=SEQ_PARTS)
+    found = largest(fits, guess=SEQ_PARTS, near=near)
+    if not tried:
+        raise refused[min(refused)]
     if not found:
-        sizing.refuse(at(1), window)
-    return first_reserving(fewer(found), lambda parts: at(parts).plan(window))[1]
+        sizing.refuse(at(min(tried)), window)
+    made = first_reserving(fewer(found, near), lambda parts: at(parts).plan(window))[1]
+    return with_refused(made, (each for parts in sorted(refused) for each in at(parts).taken.refused))

@@ -30,6 +30,7 @@ from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import Chunk, Form
 from remat.execution.base import Execution
 from remat.planning.profiling import VariantProfiles
+from remat.planning.refused_sizes import SizeRefused
 from remat.planning.request import FormChoice
 from remat.recording.fake_step import FakeStep
 from remat.warn import warn
@@ -97,6 +98,8 @@ class StepForms:
                 continue
             try:
                 yield self.in_slices(slices)
+            except SizeRefused:  # by the model, in any form
+                raise
             except RematError as error:  # as where the step, or a later graph, reads the logits
                 self._refused[_reason(error)] = None
                 return
@@ -115,6 +118,8 @@ class StepForms:
                 found = self.of(dataclasses.replace(self._cut(slices), rows=self._row_slices))
             except LogitsWithheld:  # as above
                 continue
+            except SizeRefused:
+                raise
             except (RematError, RuntimeError) as error:  # as where a kernel takes no chunk of its rows
                 failed = str(error).partition("\n")[0].rstrip(".")
                 continue

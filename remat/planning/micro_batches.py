@@ -9,6 +9,7 @@ Rule 4  At every size the step may run in other forms, as in a plan (`forms.py`)
         are all alike and a power of two, else the loss is multiplied by what rounds. Records of slices at two sizes are
         hollow: how many operators they take depends on the size. So the losses are run by themselves at each
         (`reslice.filled`).
+Rule 5  A size that the model itself refuses is no candidate, nor is one whose last micro-batch is (`refused_sizes.py`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from remat.planning.links import beside_state, require_offloads
 from remat.planning.planner import plan_study
 from remat.planning.portfolio import fastest
 from remat.planning.profiling import VariantProfiles, fake_step, profile_step
+from remat.planning.refused_sizes import TakenSizes, with_refused
 from remat.planning.request import PlanRequest
 from remat.planning.strategies import OFFLOAD_ALL, offloaded_by_hand, peak_of, strategy_solution
 from remat.planning.study import FoundPlan, Study
@@ -48,6 +50,7 @@ from remat.planning.windows import (
     between,
     divisors,
     even_window,
+    neighbours,
     samples_that_fit,
 )
 from remat.recording.fake_step import FakeStep
@@ -62,6 +65,8 @@ from remat.workload.workload import Workload
 RUNGS = ("as is", "accumulate", "checkpoint")  # of the classic ladder
 OFFLOAD_RUNG = "offload"  # the last of them, where there is a link
 RECORDED_AT = (2, 4)  # batch sizes
+FALL_BACKS = 5  # doublings of the first of them, where the model refuses that
+EVEN_CUTS = 8  # of a rank's samples, where the largest micro-batch leaves a last one that the model refuses
 NO_SOLUTION = Solution("exact", "unknown")
 
 _UpdateTime = Callable[[Profile, Memory, tuple[Region, ...], int], float]  # of so many micro-batches, and the optimizer
@@ -111,6 +116,7 @@ class MicroBatches:
         if link is not None:
             require_offloads(self.how, loop)
         self._scaled, self._link = scaled and place.device is None, link
+        self.taken = TakenSizes(workload, place)
         self._to_record: dict[int, FakeStep] = {}
         self._families: dict[bool, Family | None] = {}
         self._hollow: dict[tuple[bool, Form], _Hollow | None] = {}
@@ -146,8 +152,9 @@ class MicroBatches:
                 self._record(key)
             profile, profile_in, step = self.profile(*key), None, self._steps.get(key)
             if step is None:
-                scaled, step = self._family(accumulates), self._to_record[RECORDED_AT[0]]
-                assert scaled is not None
+                scaled, pair = self._family(accumulates), self._pair()
+                assert scaled is not None and pair is not None
+                step = self._to_record[pair[0]]
                 profile_in = functools.partial(self._scaled_in, scaled, *key)
             self._studies[key] = Study(
                 profile,
@@ -168,9 +175,21 @@ class MicroBatches:
 
     def _family(self, accumulates: bool) -> Family | None:
         if accumulates not in self._families:
-            low, high = (self._to_scale(size, self._loop(accumulates)) for size in RECORDED_AT)
-            self._families[accumulates] = family(low, high, self.place.target.alignment_bytes)
+            self._families[accumulates] = self._recorded_family(self._loop(accumulates))
         return self._families[accumulates]
+
+    def _recorded_family(self, loop: TrainingLoop) -> Family | None:
+        if (pair := self._pair()) is None:
+            return None
+        low, high = (self._to_scale(size, loop) for size in pair)
+        return family(low, high, self.place.target.alignment_bytes)
+
+    def _pair(self) -> tuple[int, int] | None:
+        """Return two sizes to record, which the model takes; None if there seem to be none. (Rule 5)"""
+        low, high = RECORDED_AT
+        firsts = (low, self.workload.batch_size, *(low << more for more in range(1, FALL_BACKS)))
+        pairs = ((first, first * high // low) for first in firsts if first > 1)
+        return next((pair for pair in pairs if all(map(self.taken.takes, pair))), None)
 
     def _loop(self, accumulates: bool) -> TrainingLoop:
         return dataclasses.replace(self.loop, accumulation=SEVERAL if accumulates else 1)
@@ -190,7 +209,7 @@ class MicroBatches:
             self._hollow[key] = self._hollow_family(whole, accumulates, form)
         found, alignment_bytes = self._hollow[key], self.place.target.alignment_bytes
         if found is not None:
-            step, at = self._to_record[RECORDED_AT[0]], found.family.at(micro_batch)
+            step, at = self._to_record[found.family.low.graph.about["batch_size"]], found.family.at(micro_batch)
             heads = found.heads_at(micro_batch)
             if (graph := filled(at, heads, step, form, alignment_bytes)) is not None:
                 untraced_bytes = whole.at(micro_batch).untraced_bytes
@@ -208,8 +227,8 @@ class MicroBatches:
 
     def _hollow_family(self, whole: Family, accumulates: bool, form: Form) -> _Hollow | None:
         records = []
-        for size, recorded in zip(RECORDED_AT, (whole.low, whole.high), strict=True):
-            step = self._to_record[size]
+        for recorded in (whole.low, whole.high):
+            step = self._to_record[recorded.graph.about["batch_size"]]
             step.loop = self._loop(accumulates)
             if step.finish.loop != step.loop:  # its gradients and its optimizer are those of the other family
                 step.warm_up()
@@ -223,6 +242,10 @@ class MicroBatches:
 
     def _to_scale(self, micro_batch: int, loop: TrainingLoop) -> UnroundedRecord:
         self.on_try(f"recording micro-batch {micro_batch}")
+        with self.taken.recorded_at(micro_batch):
+            return self._unrounded(micro_batch, loop)
+
+    def _unrounded(self, micro_batch: int, loop: TrainingLoop) -> UnroundedRecord:
         if micro_batch not in self._to_record:
             self._to_record[micro_batch] = fake_step(self.workload.sized(micro_batch), self.place, loop=loop)
         step = self._to_record[micro_batch]
@@ -243,8 +266,9 @@ class MicroBatches:
         """Record the step at exactly this size."""
         self.on_try(f"recording micro-batch {micro_batch}")
         loop = dataclasses.replace(self.loop, accumulation=accumulation)
-        step = fake_step(self.workload.sized(micro_batch), self.place, loop=loop)
-        profile = profile_step(step, self.place)
+        with self.taken.recorded_at(micro_batch):
+            step = fake_step(self.workload.sized(micro_batch), self.place, loop=loop)
+            profile = profile_step(step, self.place)
         _in_one_pass(profile.graph)
         return profile, step
 
@@ -261,26 +285,58 @@ class MicroBatches:
     # Candidates
 
     def windows(self, samples: int) -> list[Window]:
-        """List the windows to try, the largest micro-batch first. (Rule 1)"""
+        """List the windows to try, the largest micro-batch first. (Rules 1 and 5)
+
+        Raises CaptureError if the model refuses all of them.
+        """
         if self.loop.step_in_backward:  # which accumulates nothing
-            return [Window(samples, samples)]
-        sizes = set(divisors(samples))
+            return self._taken_of(samples, [samples])
         whole = self.largest(samples, in_slices=False)
         most = self.largest(samples, above=whole)
-        sizes.update({whole, most} - {0})
-        return [Window(samples, size) for size in sorted(sizes, reverse=True) if size <= max(most, 1)]
+        sizes = {size for size in divisors(samples) if size <= most} | {whole, most} - {0}
+        sizes |= {cut for size in {whole, most} - {0} for cut in self._cuts(Window(samples, size))}
+        if sizes and (found := self._taken_of(samples, sizes)):
+            return found
+        if found := self._taken_of(samples, divisors(samples)):
+            return found[-1:]
+        raise self.taken.refusal()
+
+    def _taken_of(self, samples: int, sizes: Iterable[int]) -> list[Window]:
+        """Return the windows of `sizes` that the model takes, the largest first."""
+        return [window for size in sorted(sizes, reverse=True) if self.takes(window := Window(samples, size))]
+
+    def takes(self, window: Window) -> bool:
+        """Return whether the model takes all micro-batches of a window. (Rule 5)"""
+        return self.taken.takes(window.micro_batch) and self.taken.takes(window.last)
+
+    def _cuts(self, window: Window) -> list[int]:
+        """Return the largest micro-batch below that of `window` that the model takes, if it refuses its last one."""
+        if self.takes(window):
+            return []
+        samples, most = window.samples, window.micro_batch
+        even = {-(-samples // (window.accumulation + more)) for more in range(EVEN_CUTS)}
+        powers = {1 << power for power in range(most.bit_length())}
+        sizes = {size for size in {*even, *powers, *neighbours(most, 0, most)} if size <= most}
+        return next(([size] for size in sorted(sizes, reverse=True) if self.takes(Window(samples, size))), [])
 
     def largest(self, at_most: int, *, above: int = 0, in_slices: bool = True) -> int:
         """Return the largest micro-batch up to `at_most` that some plan fits; `above` is known to fit."""
-        if above == at_most or self.feasible(at_most, accumulates=False, in_slices=in_slices):
+        whole = self.taken.takes(at_most)
+        if above == at_most or (whole and self.feasible(at_most, accumulates=False, in_slices=in_slices)):
             return at_most
-        return between(above, at_most, lambda size: self.feasible(size, accumulates=True, in_slices=in_slices))
+
+        def fits(size: int) -> bool:
+            return self.feasible(size, accumulates=True, in_slices=in_slices)
+
+        return between(above, at_most, fits, self.taken.near)
 
     def guess(self, *, accumulates: bool) -> int:
         """Guess how many samples fit without a plan, from forward and backward of two sizes; at least 1."""
-        low, high = (self._peak_before_optimizer(size, accumulates) for size in RECORDED_AT)
-        per_sample = (high - low) / (RECORDED_AT[1] - RECORDED_AT[0])
-        fixed = low - RECORDED_AT[0] * per_sample
+        if (pair := self._pair()) is None:
+            return self.workload.batch_size
+        low, high = (self._peak_before_optimizer(size, accumulates) for size in pair)
+        per_sample = (high - low) / (pair[1] - pair[0])
+        fixed = low - pair[0] * per_sample
         return max(samples_that_fit(self.budget.limit_bytes, fixed, per_sample), 1) if per_sample > 0 else 1
 
     def _peak_before_optimizer(self, micro_batch: int, accumulates: bool) -> int:
@@ -328,7 +384,7 @@ class MicroBatches:
     def ladder(self, samples: int, windows: list[Window]) -> dict[str, BatchCandidate | None]:
         """Return the rungs of the classic ladder: the largest micro-batch of each kind that fits."""
         as_is = Window(samples, samples)
-        rungs: dict[str, BatchCandidate | None] = {RUNGS[0]: self._rung(as_is, "none")}
+        rungs = {RUNGS[0]: self._rung(as_is, "none") if self.takes(as_is) else None}
         others = [(RUNGS[1], "none"), (RUNGS[2], "every-block")]
         others += [(OFFLOAD_RUNG, OFFLOAD_ALL)] if self._link is not None else []
         for name, strategy in others:
@@ -416,11 +472,14 @@ class MicroBatches:
     # For real
 
     def plan(self, window: Window) -> Plan:
-        """Record the step at a micro-batch, solve it and replay its plan."""
+        """Record the step at a micro-batch, solve it and replay its plan. Raises SizeRefused. (Rule 5)"""
+        if window.last != window.micro_batch:
+            self.taken.require(window.last)
         profile, step = self.recorded(window.micro_batch, window.accumulation)
         self.on_try(f"solving micro-batch {window.micro_batch}")
         link = self._link_beside(profile.graph)
-        return plan_study(Study(profile, self.request, step, budget=self.budget, link=link))
+        made = plan_study(Study(profile, self.request, step, budget=self.budget, link=link))
+        return with_refused(made, self.taken.refused)
 
     def least_bytes(self, window: Window) -> int:
         """Return the least peak of the step in any of its forms."""

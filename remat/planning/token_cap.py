@@ -28,13 +28,15 @@ from remat.costing.profile import Profile
 from remat.errors import Infeasible, RematError, UsageError
 from remat.evaluation.form import Form, form_of
 from remat.evaluation.plan import SHORTEST, TOKEN_CAP, Plan
+from remat.evaluation.refused import RefusedSize
 from remat.planning.budget import Budget
 from remat.planning.checking import limit_bytes, needed_bytes
 from remat.planning.estimate import estimate_under, recorded_for
-from remat.planning.fit import Sizing, fewer, first_reserving
+from remat.planning.fit import Sizing, fewer, first_reserving, largest_rows
 from remat.planning.micro_batches import MicroBatches
+from remat.planning.refused_sizes import SizeRefused, with_refused
 from remat.planning.request import PlanRequest, RequestKeywords
-from remat.planning.windows import MOST_SAMPLES, Window, between, largest
+from remat.planning.windows import MOST_SAMPLES, Window, between
 from remat.workload.training_loop import TrainingLoop, is_power_of_two
 from remat.workload.workload import Workload
 
@@ -113,6 +115,7 @@ class _Cap:
         self.sizing = sizing
         self._profiles: dict[tuple[BatchShape, Form], Profile] = {}
         self._sizes: dict[int, MicroBatches] = {}
+        self.refused: list[RefusedSize] = []
 
     def caps(self) -> Iterator[int]:
         """Yield numbers of tokens, from the most that some plan fits on."""
@@ -134,6 +137,7 @@ class _Cap:
             made = dataclasses.replace(self.sizing, budget=budget).micro_batches(first.length).plan(window)
             excess = max((self._excess(made, shape) or 0 for shape in others), default=0)
             if excess <= 0:
+                made = with_refused(made, self.refused)
                 return dataclasses.replace(made, about={**made.about, TOKEN_CAP: self.cap(made, tokens)})
             if made.solver.get("interrupted"):
                 raise KeyboardInterrupt
@@ -160,7 +164,10 @@ class _Cap:
         self.sizing.on_try(f"{shape.rows * shape.length} tokens")
         loop = self.sizing.loop
         cuts = is_power_of_two(loop.accumulation)
-        return self._at(shape.length).feasible(shape.rows, accumulates=loop.accumulates, in_slices=cuts)
+        try:
+            return self._at(shape.length).feasible(shape.rows, accumulates=loop.accumulates, in_slices=cuts)
+        except SizeRefused:
+            return False
 
     def _at(self, length: int) -> MicroBatches:
         if length not in self._sizes:
@@ -175,16 +182,22 @@ class _PaddedCap(_Cap):
     """Rows that are padded to the longest of their batch."""
 
     def caps(self) -> Iterator[int]:
-        longest, loop = self._longest(), self.sizing.loop
-        sizes, cuts = self.sizing.micro_batches(), is_power_of_two(loop.accumulation)
-        guess = sizes.guess(accumulates=loop.accumulates)
-        rows = largest(lambda n: sizes.feasible(n, accumulates=loop.accumulates, in_slices=cuts), guess=guess)
+        longest, sizes = self._longest(), self.sizing.micro_batches()
+        rows, least = sizes.taken.found(lambda: self._rows(sizes))
+        self.refused = sizes.taken.refused
         if not rows:
-            self.sizing.refuse(self._at(longest), self._window(1))
+            self.sizing.refuse(self._at(longest), self._window(least))
         beyond = (rows * longest + self._beyond(rows, longest)) // (rows + 1) * (rows + 1)  # as it is planned
         if beyond > rows * longest:
             yield beyond
-        yield from (each * longest for each in fewer(rows))
+        yield from (each * longest for each in fewer(rows, sizes.taken.near))
+
+    def _rows(self, sizes: MicroBatches) -> tuple[int, int]:
+        """Return the most full rows that some plan fits, and the fewest that were tried. Raises SizeRefused."""
+        rows, least = largest_rows(sizes)
+        if rows:
+            sizes.taken.require(rows)
+        return rows, least
 
     def _beyond(self, rows: int, longest: int) -> int:
         """Return the tokens that still fit beyond `rows` full rows, in one more row; 0 for many rows."""
@@ -240,7 +253,7 @@ class _PackedCap(_Cap):
         self.sizing.on_try(f"{tokens} tokens")
         try:
             return self._at(tokens).least_bytes(self._window(1))
-        except UsageError:  # longer than the model's positions
+        except (SizeRefused, UsageError):  # as for rows longer than the model's positions
             return math.inf
 
     def shapes(self, tokens: int) -> list[BatchShape]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from remat.evaluation.plan import Region
 
 SEVERAL = 2  # micro-batches: from the second on, all are alike
 MOST_SAMPLES = 1 << 20  # samples in a micro-batch, or steps of a sequence
+GROWTH = 16  # times a size, within which others are neighbours
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,24 +79,58 @@ def divisors(count: int) -> list[int]:
     return [size for size in range(count, 0, -1) if count % size == 0]
 
 
-def between(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number that fits, if `low` does and `high` does not."""
+Near = Callable[[int, int, int], int | None]  # size, low, high -> a size between them to try, None for none
+
+
+def itself(size: int, low: int, high: int) -> int | None:
+    return size
+
+
+def neighbours(size: int, low: int, high: int, units: Collection[int] = ()) -> Iterator[int]:
+    """Yield sizes between `low` and `high`, near `size`: itself, smaller ones, then larger ones.
+
+    Smaller and larger ones are powers of two and `units`, and the nearest multiples of these: a model that does not
+    take every size takes such ones.
+    """
+    high = min(high, GROWTH * max(size, *units, 1) + 1)
+    every = {*(1 << power for power in range(high.bit_length())), *units}
+    below = {size // unit * unit for unit in every} | {unit for unit in every if unit < size}
+    above = {-(-size // unit) * unit for unit in every} - below
+    for each in (*sorted(below, reverse=True), *sorted(above)):
+        if low < each < high:
+            yield each
+
+
+def between(low: int, high: int, fits: Callable[[int], bool], near: Near = itself) -> int:
+    """Return the largest number that fits, if `low` does and `high` does not; `near` gives those that may be tried."""
     while high - low > 1:
-        middle = (low + high) // 2
+        middle = near((low + high) // 2, low, high)
+        if middle is None:
+            break
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 
-def largest(fits: Callable[[int], bool], most: int = MOST_SAMPLES, guess: int = 1) -> int:
+def largest(fits: Callable[[int], bool], most: int = MOST_SAMPLES, guess: int = 1, near: Near = itself) -> int:
     """Return the largest number from 1 to `most` that fits, searched in doubling steps from `guess`; 0 for none."""
-    known, far = min(max(guess, 1), most), 1
+    first, far = min(max(guess, 1), most), 1
+    found = near(first, 0, most + 1)
+    if found is None:
+        return 0
+    known = found
     if fits(known):
-        while known + far <= most and fits(known + far):
-            known, far = known + far, 2 * far
-        return between(known, min(known + far, most + 1), fits)
-    while known > far and not fits(known - far):
-        known, far = known - far, 2 * far
-    return between(max(known - far, 0), known, fits)
+        while known + far <= most:
+            further = near(known + far, known, min(2 * (known + far), most) + 1)
+            if further is None or not fits(further):
+                return between(known, further or known + far, fits, near)
+            known, far = further, 2 * far
+        return between(known, most + 1, fits, near)
+    while known > far:
+        nearer = near(known - far, 0, known)
+        if nearer is None or fits(nearer):
+            return between(nearer or 0, known, fits, near)
+        known, far = nearer, 2 * far
+    return between(0, known, fits, near)
 
 
 def even_window(micro_batch: int, accumulates: bool) -> Window:

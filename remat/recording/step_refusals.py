@@ -6,29 +6,52 @@ from collections.abc import Collection
 from typing import Any
 
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 
 from remat.errors import CaptureError
 from remat.recording.remedies import OWN_BATCH, describe, line_of, uses_foreign
 from remat.workload.batches import tensors_of
 from remat.workload.workload import Workload
 
+_FAKES_CANNOT = (DynamicOutputShapeException, UnsupportedFakeTensorException, UnsupportedOperatorException)
+
+
+class StepFails(CaptureError):
+    """The code of a step or of its batch fails by itself; `said` is its error, in a line."""
+
+    def __init__(self, message: str, said: str):
+        super().__init__(message)
+        self.said = said
+
 
 def batch_fails(workload: Workload, error: Exception) -> CaptureError:
     if uses_foreign(error):
         return CaptureError(f"`batch` of {workload.name!r} uses a tensor{line_of(error)} {OWN_BATCH}")
-    reads = isinstance(error, DataDependentOutputException)  # as a DataLoader does
-    return CaptureError(
-        f"`batch` of {workload.name!r} fails on fake tensors: {describe(error, line_of(error))}."
-        + " Its shapes and dtypes are all that counts: make it with torch.zeros or torch.randint." * reads
-    )
+    said = describe(error, line_of(error))
+    message = f"`batch` of {workload.name!r} fails on fake tensors: {said}."
+    if isinstance(error, DataDependentOutputException):  # as a DataLoader does
+        return CaptureError(
+            f"{message} Its shapes and dtypes are all that counts: make it with torch.zeros or torch.randint."
+        )
+    return _failing(message, said, error)
 
 
 def batch_is_empty(workload: Workload) -> CaptureError:
-    return CaptureError(
+    return StepFails(
         f"`batch` of {workload.name!r} gives tensors without elements for a batch size of {workload.batch_size}: make "
-        "as many rows as it is asked for."
+        "as many rows as it is asked for.",
+        "`batch` gives tensors without elements",
     )
+
+
+def _failing(message: str, said: str, error: Exception) -> CaptureError:
+    return CaptureError(message) if isinstance(error, _FAKES_CANNOT) else StepFails(message, said)
 
 
 def forward_fails(workload: Workload, batch: Any, error: Exception) -> CaptureError:
@@ -42,7 +65,8 @@ def forward_fails(workload: Workload, batch: Any, error: Exception) -> CaptureEr
         )
     if uses_foreign(error) and not all(isinstance(each, FakeTensor) for each in tensors_of(batch)):
         return CaptureError(f"`batch` of {workload.name!r} returns a tensor {OWN_BATCH}")
-    return CaptureError(f"the step of {workload.name!r} fails on fake tensors: {describe(error, line_of(error))}.")
+    said = describe(error, line_of(error))
+    return _failing(f"the step of {workload.name!r} fails on fake tensors: {said}.", said, error)
 
 
 class NoLoss(CaptureError):

@@ -12,7 +12,7 @@ import torch
 from remat.costing.costs import estimated_costs
 from remat.costing.host_memory import free_host_bytes
 from remat.costing.planning_device import PlanningDevice
-from remat.errors import PlanMismatch, UsageError
+from remat.errors import CaptureError, PlanMismatch, UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import form_of
 from remat.evaluation.graph import Graph
@@ -21,6 +21,7 @@ from remat.execution.base import Execution
 from remat.execution.regions_in_graph import places_in, require_regions_in
 from remat.offloading.refs import from_offload_refs, require_kept
 from remat.planning.profiling import fake_step
+from remat.planning.refused_sizes import error_at
 from remat.planning.untraced import with_untraced
 from remat.recording.fake_step import FakeStep
 from remat.recording.record import record
@@ -125,16 +126,36 @@ class TriedSizes:
             load, why, is_slow = load_of(recorded)
             if load <= 1:
                 return recorded
-            if size == 1 and is_slow:
+            smaller = self._smaller(size, load)
+            if smaller is None and is_slow:
                 if self._shorten(why):
                     continue
                 return recorded
-            if size == 1:
-                raise UsageError(f"{why} at batch size 1: validate on a device with more memory.")
+            if smaller is None:
+                less = "" if size == 1 else ", and the model refuses smaller ones"
+                raise UsageError(f"{why} at batch size {size}{less}: validate on a device with more memory.")
             if size == wanted:
                 self.notes.append(f"Batch size {size} is too much for this device: {why}.")
-            size >>= max(1, math.floor(math.log2(load)) if math.isfinite(load) else size.bit_length() - 1)
-            size = max(size, 1)
+            size = smaller
+
+    def _smaller(self, size: int, load: float) -> int | None:
+        """Return `size` halved as its load asks for, or less often where the model refuses that; None for no less."""
+        halvings = max(1, math.floor(math.log2(load)) if math.isfinite(load) else size.bit_length() - 1)
+        smaller = max(size >> halvings, 1)
+        while smaller < size:
+            if self._takes(smaller):
+                return smaller
+            smaller *= 2
+        return None
+
+    def _takes(self, batch_size: int) -> bool:
+        try:
+            self.at(batch_size)
+        except CaptureError:
+            if error_at(self._workload.sized(batch_size), self._place) is None:
+                raise
+            return False
+        return True
 
 
 def _modules(plan: Plan, regions: tuple[Region, ...]) -> list[tuple[int, int, str]]:

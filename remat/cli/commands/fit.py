@@ -101,6 +101,7 @@ def _save(plan: Plan, source: Source, limit: Budget, out: Path | None) -> Path:
 def _plan_answer(plan: Plan, path: Path, question: str) -> Answer:
     from remat.cli.screen import plan_text
     from remat.evaluation.plan import TOKEN_CAP
+    from remat.evaluation.refused import REFUSED_SIZES
 
     cap = plan.about.get(TOKEN_CAP, {})
     found = {MAX_BATCH: plan.about["batch_size"], MAX_SEQ: plan.about["seq_len"], MAX_TOKENS: cap.get("tokens")}[
@@ -110,6 +111,7 @@ def _plan_answer(plan: Plan, path: Path, question: str) -> Answer:
         "model": plan.about["workload"],
         question: found,
         **({TOKEN_CAP: cap} if cap else {}),
+        REFUSED_SIZES: plan.about.get(REFUSED_SIZES, []),
         "batch_size": plan.about["batch_size"],
         "seq_len": plan.about["seq_len"],
         "budget_bytes": plan.budget_bytes,
@@ -138,6 +140,8 @@ def _cap_text(cap: dict[str, int | bool]) -> str:
 
 
 def _fit_answer(found: BatchFit, path: Path) -> Answer:
+    from remat.evaluation.refused import REFUSED_SIZES
+
     def shown(candidate: BatchCandidate | None) -> dict[str, Any] | None:
         if candidate is None:
             return None
@@ -153,6 +157,7 @@ def _fit_answer(found: BatchFit, path: Path) -> Answer:
         "rungs": {name: shown(candidate) for name, candidate in found.rungs.items()},
         "candidates": [shown(candidate) for candidate in found.candidates],
         "loss_weights": list(found.weights),
+        REFUSED_SIZES: found.about.get(REFUSED_SIZES, []),
         "predicted": found.plan.predicted,
         "plan_path": str(path),
     }
@@ -183,8 +188,8 @@ def _fit_text(found: BatchFit, path: Path) -> str:
 def _cells(name: str, candidate: BatchCandidate | None, found: BatchFit, unit: str) -> tuple[str, ...]:
     from remat.units import parse_bytes
 
-    if candidate is None:
-        return name, "nothing fits", "", "", "", "", ""
+    if candidate is None:  # which the whole batch is only where the model refuses it
+        return name, "nothing fits" if name != "as is" else "refused by the model", "", "", "", "", ""
     last = f", last {candidate.last}" if candidate.last != candidate.micro_batch else ""
     size = f"{candidate.peak_bytes / parse_bytes(f'1{unit}'):.2f}"
     if candidate.time_us is None or candidate.overhead is None:
@@ -232,6 +237,8 @@ def _verdict(found: BatchFit) -> str:
 
 
 def _notes(found: BatchFit) -> list[str]:
+    from remat.evaluation.refused import refused_sizes
+
     notes = []
     if slices := found.best.slices:
         notes.append(f"the loss runs in {slices} chunk{'s' if slices > 1 else ''}; --exact leaves it whole")
@@ -245,4 +252,4 @@ def _notes(found: BatchFit) -> list[str]:
         notes.append(f"multiply the mean loss of a micro-batch by {first:.4g}, of the last one by {last:.4g}")
     if found.ranks > 1:
         notes.append("times exclude communication between ranks")
-    return notes
+    return [*notes, *refused_sizes(found.about)]

@@ -1,0 +1,37 @@
+"""Refused sizes in a plan: those that its search left out, since the model's own code fails at them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from remat.units import first_few
+
+REFUSED_SIZES = "refused_sizes"  # key of `Plan.about`
+MOST_SIZES = 8  # that a sentence lists
+
+
+@dataclasses.dataclass(frozen=True)
+class RefusedSize:
+    """A batch size that the model refuses, at a sequence length if there is one, and its error in a line."""
+
+    batch_size: int
+    seq_len: int | None
+    error: str
+
+    def __str__(self) -> str:
+        return str(self.batch_size) if self.seq_len is None else f"{self.batch_size} x {self.seq_len}"
+
+
+def say_refused(refused: Sequence[RefusedSize]) -> str:
+    """Say which sizes a model refuses, and why it refuses the last of them."""
+    sizes = first_few(map(str, refused), MOST_SIZES)
+    at = f", at {refused[-1]}" if refused[1:] else ""
+    return f"the model refuses batches of {sizes} ({refused[-1].error}{at})"
+
+
+def refused_sizes(about: Mapping[str, Any]) -> list[str]:
+    """List a sentence if the search for a size left some out."""
+    refused = [RefusedSize(**each) for each in about.get(REFUSED_SIZES, ())]
+    return [f"{say_refused(refused)}: the search left them out"] if refused else []
