@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,15 +11,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, lbfgs
 from torch.optim.lr_scheduler import StepLR
+from torch.utils._pytree import tree_leaves
 
 from remat.errors import CaptureError, RematError, UsageError
 from remat.evaluation.graph import OPTIMIZER_STATE
 from remat.execution.apply import apply, counts_of
 from remat.recording.fake_step import REPEATED_STEP
+from remat.recording.tracker import Tracker
 from remat.validation.validating import validate
-from remat.workload.any_optimizer import AnyOptimizer
+from remat.workload.any_optimizer import LBFGS_COPIES, AnyOptimizer
 from remat.workload.workload import Workload
 from tests.toys import CPU, every_block, plan_by_hand, recorded
 
@@ -314,8 +317,8 @@ class Fails:
         pytest.param(lambda p: [], UsageError, "gave a list, and no optimizer", id="nothing"),
         pytest.param(lambda p: None, UsageError, "gave None, and no optimizer", id="forgotten-return"),
         pytest.param(lambda p: StepLR(SGD(p), 1), UsageError, "gave a StepLR, and no optimizer", id="scheduler"),
-        # 2 x 100 + 4 copies of 25,536 bytes
-        pytest.param(torch.optim.LBFGS, UsageError, "Plan with `optimizer=None`.* 204 copies", id="l-bfgs"),
+        # 2 x 100 + 9 copies of 25,536 bytes
+        pytest.param(torch.optim.LBFGS, UsageError, "Plan with `optimizer=None`.* 209 copies", id="l-bfgs"),
         pytest.param(InTwo, CaptureError, "fails on fake tensors: NotImplementedError.*`optimizer=None`", id="in-two"),
         pytest.param(Fails, CaptureError, "fails on fake tensors: ZeroDivisionError.*`optimizer=None`", id="fails"),
     ],
@@ -324,6 +327,92 @@ def test_the_rest_is_refused_by_name(optimizer: Any, error: type[RematError], me
     with pytest.raises(error, match=message) as found:
         recorded(dataclasses.replace(WORKLOAD, optimizer=optimizer))
     assert found.value.exit_code == 2
+
+
+COPY_BYTES = 4096
+
+
+def alive(tracker: Tracker, since: int = 0) -> int:
+    """Copies of the parameters that were alive at once, during an operator from `since` on."""
+    return int(tracker.alive()[since:].max()) // COPY_BYTES
+
+
+class FollowedLBFGS:
+    """L-BFGS on a closure of random losses and gradients, which reach every branch of it.
+
+    copies    alive at once beside the parameters and their gradient      at_search  when a line search began
+    """
+
+    def __init__(self, history: int, line_search: str | None):
+        self.parameter, self.copies, self.at_search = nn.Parameter(torch.randn(COPY_BYTES // 4)), 0, 0
+        self.parameter.grad = torch.zeros_like(self.parameter)
+        self.gradients = [torch.randn(COPY_BYTES // 4) * 10 ** (number % 5 - 2) for number in range(64)]
+        self.optimizer = torch.optim.LBFGS(
+            [self.parameter],
+            max_iter=12,
+            max_eval=60,
+            history_size=history,
+            line_search_fn=line_search,
+            tolerance_grad=-1.0,
+            tolerance_change=-1e30,
+        )
+
+    def closure(self) -> float:
+        assert self.parameter.grad is not None
+        self.parameter.grad.copy_(random.choice(self.gradients))
+        return random.gauss(0, 1)
+
+    def step(self, patch: pytest.MonkeyPatch) -> None:
+        search = lbfgs._strong_wolfe
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            now = sum(each.size_bytes for each in tracker.older.values() if each.death is None) + tracker.alive_now
+            self.at_search = max(self.at_search, now // COPY_BYTES)
+            return search(*args, **kwargs)
+
+        with Tracker() as tracker, patch.context() as patched:
+            patched.setattr(lbfgs, "_strong_wolfe", noted)
+            tracker.fix(self.parameter, self.parameter.grad, self.gradients)
+            leaves = tree_leaves(dict(self.optimizer.state))
+            tracker.follow_older(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+            del leaves
+            self.optimizer.step(self.closure)
+        self.copies = max(self.copies, alive(tracker))
+
+
+@pytest.mark.parametrize("history", [1, 3])
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_the_copies_of_l_bfgs_are_those_that_it_holds_at_once(
+    history: int, line_search: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line search holds six gradients at once at most, which the next test counts."""
+    random.seed(0)
+    torch.manual_seed(0)
+    followed, most = FollowedLBFGS(history, line_search), 2 * history + LBFGS_COPIES[line_search]
+    for _ in range(40):
+        followed.step(monkeypatch)
+    assert followed.copies <= most
+    assert (followed.copies if line_search is None else followed.at_search + IN_SEARCH) == most
+
+
+IN_SEARCH = 6  # gradients that a line search makes and holds at once
+
+
+def test_a_line_search_holds_six_gradients_at_once() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+    gradients, direction = [torch.randn(COPY_BYTES // 4) for _ in range(32)], torch.randn(COPY_BYTES // 4)
+    slope, most = -direction.dot(gradients[0]).abs(), 0
+
+    def evaluated(*point: Any) -> tuple[float, torch.Tensor]:
+        return random.random(), torch.cat([random.choice(gradients)])
+
+    for _ in range(100):
+        with Tracker() as tracker:
+            tracker.fix(gradients, direction, slope)
+            lbfgs._strong_wolfe(evaluated, [], 1.0, direction, 0.9, gradients[0], slope, max_ls=12)
+        most = max(most, alive(tracker))
+    assert most == IN_SEARCH
 
 
 class Tables(nn.Module):

@@ -28,6 +28,13 @@ Closure = Callable[[], torch.Tensor]
 _LEAF_TYPES = (str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module)
 _REMEDY = "Return a torch.optim.Optimizer, an object with a `step()` that steps some, or a list of optimizers."
 
+# What `torch/optim/lbfgs.py` holds at once by its line search, in copies of the parameters, beside two for each step of
+# its history: the direction of the step before, the present one, the vector that it is made from, a difference of
+# gradients and a step that the history did not take, the last gradient and the present one. On top come two temporaries
+# of the test for progress; or the parameters at the start of a line search, and six gradients in it: the first, the one
+# before, two at the ends of the bracket, the last, and the next.
+LBFGS_COPIES = {None: 7 + 2, "strong_wolfe": 7 + 1 + 6}
+
 
 class AnyOptimizer:
     """Steps the result of a workload's `optimizer` function as one object.
@@ -59,7 +66,8 @@ class AnyOptimizer:
         return cls(made, parameters)
 
     def _refuse_lbfgs(self, optimizer: torch.optim.LBFGS) -> None:
-        copies = 2 * optimizer.param_groups[0]["history_size"] + 4
+        group = optimizer.param_groups[0]
+        copies = 2 * group["history_size"] + LBFGS_COPIES.get(group["line_search_fn"], 0)
         size = sum(parameter.nbytes for parameter in self._parameters.values())
         raise UsageError(
             f"`optimizer` gave LBFGS, which decides by its numbers how often it repeats the step, and no tensor has "
