@@ -31,19 +31,12 @@ from remat.capture.kept_tensors import strided_parts
 from remat.evaluation.graph import FROM_HOST, OpKind
 from remat.recording.in_place import InPlace, is_held_meanwhile, with_zeros, written_columns
 from remat.recording.inner_nodes import InnerNodes
+from remat.recording.kernel_results import as_kernel
 from remat.recording.layouts import laid_out, with_ones_laid_out
 from remat.recording.reserves import with_reserve
 from remat.recording.traffic import moved_bytes, workspace_bytes
 
 FIXED_STORAGE = -1
-_NORMALISATIONS = {torch.ops.aten.native_layer_norm.default: 2, torch.ops.aten.native_batch_norm.default: 1}  # weight
-_REDUCED_IN_PLACE = {
-    torch.ops.aten.binary_cross_entropy.default,
-    torch.ops.aten.mse_loss.default,
-    torch.ops.aten.smooth_l1_loss.default,
-    torch.ops.aten.soft_margin_loss.default,
-}
-_FOLD = torch.ops.aten.col2im.default
 _SET = torch.ops.aten.set_.source_Tensor
 _PRODUCTS = {"aten::mul_", "aten::_foreach_mul_"}
 _MADE_AGAIN = {torch.ops.aten._to_copy.default, torch.ops.aten.lift_fresh.default}  # graph.MADE_AGAIN
@@ -178,7 +171,7 @@ class Tracker(UnseenMode):
     def _followed(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """Return the result of an operator as the kernel makes it, and note the operator and its storages."""
         out = with_ones_laid_out(func, args, laid_out(func, args, out, self.kernels_of))
-        out = with_reserve(func, args, _as_kernel(func, args, out))
+        out = with_reserve(func, args, as_kernel(func, args, out, self.kernels_of))
         out = out if self.kernels_of == "cuda" else with_zeros(func, args, out)
         op = self.op_count
         born = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and self._is_new(t)]
@@ -358,40 +351,6 @@ class Tracker(UnseenMode):
             if storage.death is not None:
                 change[storage.death + 1] -= storage.size_bytes
         return np.cumsum(change[:-1])
-
-
-def _as_kernel(func: Any, args: Any, out: Any) -> Any:
-    """Correct `out` to what the real CPU kernel makes, where the fake kernel differs (seen in torch 2.13).
-
-    Normalisation of 16-bit inputs with fp32 weights keeps its statistics in fp32. Some losses are reduced into the
-    first of their elements, on every device: the scalar keeps the memory of all (`ATen/native/Loss.cpp`). Folding
-    columns into an image makes a tensor like the columns and shrinks it, which keeps its memory (`Col2Im.cpp`,
-    `Col2Im.cu`). Two results of an operator are two tensors, also the gradients of an LSTM's two biases, which are
-    equal.
-    """
-    if func in _REDUCED_IN_PLACE and isinstance(out, FakeTensor) and out.dim() == 0:
-        elements = torch.broadcast_shapes(args[0].shape, args[1].shape)
-        return out.new_empty(elements).as_strided((), ())
-    if func is _FOLD and isinstance(out, FakeTensor) and args[0].numel() > out.numel():
-        return out.new_empty(args[0].numel()).as_strided(out.shape, out.stride())
-    if isinstance(out, tuple) and len(out) > len({*map(id, out)}):
-        out = _apart(out)
-    if not isinstance(out, (tuple, list)) or not isinstance(out[0], FakeTensor) or out[0].device.type != "cpu":
-        return out
-    if func in _NORMALISATIONS:
-        weight, (value, mean, rstd) = args[_NORMALISATIONS[func]], out
-        if weight is not None and mean.numel() and mean.dtype != weight.dtype:
-            return value, mean.to(weight.dtype), rstd.to(weight.dtype)
-    return out
-
-
-def _apart(out: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace repeated tensors of `out` by tensors of their own."""
-    again = [any(value is before for before in out[:place]) for place, value in enumerate(out)]
-    return tuple(
-        torch.empty_like(value) if second and isinstance(value, FakeTensor) else value
-        for value, second in zip(out, again, strict=True)
-    )
 
 
 def _describe(value: Any) -> Any:
