@@ -34,7 +34,7 @@ from remat.solvers.deadline import NEVER, Deadline, OutOfTime
 from remat.work import work
 
 STEP_S, LABEL_S = 25e-6, 50e-9  # of work: for a filter of labels, and for each of them
-PAIR_S = 1.5e-9  # of work: for a number of two labels that are compared
+PAIR_S, GROUP_S = 1.5e-9, 6e-6  # of work: for a number of two labels that are compared, for two groups of labels
 LIMITS = (0.125, 0.25, 0.5, 1.0)  # of the range between bound and best plan
 MOST_LABELS = 100_000  # at one cut, or while a region chooses its saves
 GROWTH_UNTIL_FILTER = 1.5  # growth after which labels that others beat are dropped
@@ -448,6 +448,8 @@ class _LabelSearch:
         missing = self._missing_bytes(groups, groups) if len(groups) > 1 else None
         found = np.zeros(len(time_ns), dtype=bool)
         for i, (at, bytes_, times) in enumerate(best):
+            self._deadline.check()
+            work(len(best) * GROUP_S)
             stays = np.ones(len(at), dtype=bool)
             for j, (_, others_bytes, others_times) in enumerate(best):
                 if missing is not None and i != j and others_bytes[0] + missing[j, i] <= bytes_[-1]:

@@ -63,10 +63,8 @@ class CpSat:
         solver.parameters.num_workers = limits.workers
         solver.parameters.random_seed = limits.seed
         solver.parameters.relative_gap_limit = limits.gap
-        if limits.counts_work:
-            solver.parameters.interleave_search = (
-                True  # workers take turns, whatever else runs: the same plan each time
-            )
+        # Workers take turns, whatever else runs, for the same plan each time.
+        solver.parameters.interleave_search = limits.counts_work
         if time_s is not None and limits.counts_work:
             solver.parameters.max_deterministic_time = time_s
         elif time_s is not None:

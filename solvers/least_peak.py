@@ -29,6 +29,7 @@ from remat.solvers.deadline import NEVER, Deadline, OutOfTime
 from remat.work import work
 
 TRANSITION_S, STATE_S = 11e-6, 5e-6  # of work: for a transition, and for a state that it leaves
+PAIR_S = 2e-6  # of work: for two states that are compared
 MOST_STATES = 500  # at a cut
 NO_CONTINUATION = -(1 << 62)  # the bytes that may be kept without any continuation
 
@@ -253,6 +254,7 @@ class _Reach:
             raise TooManyStates
         for (k, aside), kept in sorted(self._kept[cut].items(), key=lambda each: (each[1], -each[0][1].bit_count())):
             self._deadline.check()
+            work(len(found) * PAIR_S)
             kept = max(kept, floor)
             rivals = (each for each in found.items() if each[0][0] == k)
             if kept <= chain.most_at(cut, k) and not any(

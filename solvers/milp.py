@@ -40,7 +40,8 @@ ENGINES = {"highs": mathopt.SolverType.HIGHS, "scip": mathopt.SolverType.GSCIP}
 UNITS = 1 << 10  # the most that a column or a row amounts to
 OBJECTIVE_UNITS = 1 << 14  # the largest coefficient of the objective
 DUAL_TOLERANCE = 1e-7  # of reduced costs, both engines' default
-ITERATION_S = 5e-4  # of work: for an iteration of the simplex method, with all that comes with it
+ITERATION_S, NODE_S = 5e-4, 8e-3  # of work: for an iteration of the simplex method, and for a node of SCIP's
+FAR = 10  # times its limit in nodes: SCIP ends by wall time before its first nodes only
 CUTOFF = 2e-6  # both engines take plans that differ by less for equally good
 
 
@@ -105,7 +106,7 @@ class Milp:
         result, interrupted = self._solve(limits, time_s)
         if result is None:
             return Outcome("unknown", interrupted=True)
-        ended = time_s is not None and result.termination.limit == mathopt.Limit.TIME
+        ended = time_s is not None and result.termination.limit in (mathopt.Limit.TIME, mathopt.Limit.NODE)
         work(time_s if ended and time_s is not None else ITERATION_S * result.solve_stats.simplex_iterations)
         reason = result.termination.reason
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
@@ -139,6 +140,8 @@ class Milp:
         MathOpt swallows Ctrl-C in its own thread, so it runs in another one.
         """
         parameters = mathopt.SolveParameters(relative_gap_tolerance=limits.gap, random_seed=limits.seed)
+        if time_s is not None and limits.counts_work and self.engine == "scip":
+            parameters.node_limit, time_s = round(time_s / NODE_S) + 1, FAR * time_s
         parameters.gscip.bool_params["misc/catchctrlc"] = True  # with MathOpt's interrupter, SCIP complains of events
         if time_s is not None:
             parameters.time_limit = datetime.timedelta(seconds=time_s)

@@ -102,6 +102,7 @@ class _ReachedValues:
 
     def _with_saving(self, values: np.ndarray, item: Item, free: int = 0) -> np.ndarray:
         """Return the minimum of not saving `item` and saving it; `free` of its bytes are not counted."""
+        work(TRANSITION_S + len(values) * LEVEL_S)
         weight = (item.bytes - free) // self.table.grain
         result = values.copy() if weight else values - item.time_ns
         if 0 < weight < len(values):

@@ -544,6 +544,15 @@ def test_rms_norm_under_autocast_follows_the_list_of_this_torch(
     assert bytes_of(saved) == (6 * 8 + 8) * dtype.itemsize + 6 * 4
 
 
+@pytest.fixture
+def warns_always() -> Iterator[None]:
+    """torch warns of some things once in a process: a test before may have had the warning."""
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
+
+
+@pytest.mark.usefixtures("warns_always")
 def test_rms_norm_of_mixed_dtypes_is_not_fused() -> None:
     with pytest.warns(UserWarning, match="Mismatch dtype"):
         assert "aten.rsqrt" in on_cuda(F.rms_norm, leaf(6, 8, dtype=BF16), (8,), leaf(8))[1]

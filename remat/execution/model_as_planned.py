@@ -16,7 +16,7 @@ from remat.evaluation.forwards import Forward
 from remat.evaluation.graph import LIBRARY_WORKSPACES, OPTIMIZER_STATE
 from remat.evaluation.plan import TOKEN_CAP, Plan
 from remat.execution.reports import Reports
-from remat.host.weights import HostWeights, weights_on_host
+from remat.host.weights import HostWeights
 from remat.units import first_few, gib
 from remat.workload.replaced_forward import UnderPlan, modules_under_plans
 from remat.workload.training_loop import TrainingLoop
@@ -61,11 +61,11 @@ class ModelAsPlanned:
         self.compare_device()
         self.compare_compiled()
 
-    def weights_on_host(self) -> HostWeights | None:
-        """Return the weights of the model that are on the host. Raises PlanMismatch if the plan counts on others."""
-        planned, found = TrainingLoop.of(self._plan.about).weights_on_host, weights_on_host(self._model)
-        if planned == (0 if found is None else len(found.layers)):
-            return found
+    def require_on_host(self, weights: HostWeights | None) -> None:
+        """Require that the `weights` on the host are those that the plan counts on."""
+        planned = TrainingLoop.of(self._plan.about).weights_on_host
+        if planned == (0 if weights is None else len(weights.layers)):
+            return
         say = f"`remat.offload_weights(model, {planned})`, before the plan is applied"
         raise PlanMismatch(
             f"the plan counts on the frozen weights of {planned} layers being on the host: say {say}."

@@ -12,6 +12,7 @@ from remat.evaluation.plan import Status as Status
 from remat.formulation.clock import Clock
 from remat.work import worked_s
 
+NO_TIME_S = 1e-6  # so little is left of a time limit by rounding
 SMALL_GAP = 0.005  # so little is not worth more time than `Clock.small_gap_s`
 NONE_NEEDED, TRACING_ALONE = "none needed", "tracing alone"  # solvers of plans without regions
 
@@ -21,7 +22,7 @@ class Limits:
     """Limits of a solver.
 
     Attributes:
-        time_s: Seconds by `now`, None without limit. SCIP and HiGHS take them as wall time.
+        time_s: Seconds by `now`, None without limit. HiGHS takes them as wall time.
         seed: Seed of random choices.
         workers: Number of threads.
         gap: Relative gap at which a plan counts as optimal.
@@ -31,7 +32,7 @@ class Limits:
         close_us: Microseconds of an objective above its bound that need no proof, if they are a gap below 0.5 % too.
         clock: Seconds for each part of planning, if `time_s` does not end it first.
         now: The time that all these seconds are of. By default wall time if `time_s` is given, else counted work
-            (`remat/work.py`): the same plan on every machine, busy or not.
+            (`remat/work.py`): the same plan on every machine, busy or not. `dataclasses.replace` keeps it.
 
     Example:
         >>> remat.plan(workload, budget="20GiB", limits=remat.Limits(time_s=30, workers=4))
@@ -46,7 +47,7 @@ class Limits:
     below_us: float = math.inf
     close_us: float = 0.0
     clock: Clock = Clock()
-    now: Callable[[], float] = dataclasses.field(default=None, repr=False)  # type: ignore[assignment]
+    now: Callable[[], float] = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.now is None:
@@ -81,7 +82,8 @@ class Limits:
         """Limit the time to a share of its rest, counted from `started` (`now`)."""
         if self.time_s is None:
             return self
-        return dataclasses.replace(self, time_s=share * max(self.time_s - (self.now() - started), 0.0))
+        left_s = self.time_s - (self.now() - started)
+        return dataclasses.replace(self, time_s=share * left_s if left_s > NO_TIME_S else 0.0)
 
 
 @dataclasses.dataclass(frozen=True)

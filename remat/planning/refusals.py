@@ -12,7 +12,7 @@ from remat.evaluation.caveats import outside_graphs
 from remat.evaluation.forwards import forwards_of, is_plain
 from remat.evaluation.graph import OUTSIDE, Graph
 from remat.formulation.problem import Problem
-from remat.formulation.solution import Limits, Solution
+from remat.formulation.solution import Limits
 from remat.solvers.least_peak import LeastPeak
 from remat.units import gib, gib_above
 
@@ -39,15 +39,18 @@ def infeasible(problem: Problem, least: LeastPeak, replayed_bytes: int | None = 
     )
 
 
-def not_found(problem: Problem, found: Solution, limits: Limits, enough_bytes: Callable[[], int]) -> NoPlanInTime:
+def not_found(problem: Problem, limits: Limits, spent_s: float, enough_bytes: Callable[[], int]) -> NoPlanInTime:
     """Make the error of a search that has neither a plan nor a proof that there is none.
 
+    spent_s       seconds of the search, by `limits.now`
     enough_bytes  a budget that is known to suffice
     """
     advice = _outside(problem.graph).rstrip()
-    said = f"no plan within {gib(problem.budget_bytes)} was found in {found.wall_s:.0f} s"
-    if limits.time_s is None or found.wall_s >= ENDED_EARLY_SHARE * limits.time_s:
-        return NoPlanInTime(f"{said}; raise the time limit (`time_limit=`).{f' {advice}' if advice else ''}")
+    of_work = " of work" if limits.counts_work else ""
+    said = f"no plan within {gib(problem.budget_bytes)} was found in {spent_s:.0f} s{of_work}"
+    if limits.time_s is None or spent_s >= ENDED_EARLY_SHARE * limits.time_s:
+        remedy = "give it more time" if limits.counts_work else "raise the time limit"
+        return NoPlanInTime(f"{said}; {remedy} (`time_limit=`).{f' {advice}' if advice else ''}")
     enough = enough_bytes()
     return NoPlanInTime(
         f"{said} of {limits.time_s:.0f}, when the search ended by itself, and none is proved impossible. "

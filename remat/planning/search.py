@@ -175,7 +175,9 @@ def solve_within(
 
     Raises Infeasible if no plan keeps the requested budget, NoPlanInTime if none was found.
     """
+    started = limits.now()
     found = search(problem, execution, solver, judge, limits, may_need_none=True)
+    spent_s = limits.now() - started
     if found.fits:
         return found
     if found.interrupted:
@@ -185,7 +187,7 @@ def solve_within(
         raise refused(problem, least, judge)
 
     if judge is None or found.replayed_bytes is None:
-        raise not_found(problem, found, limits, lambda: least_as_it_runs(problem, least, judge).replayed_bytes or 0)
+        raise not_found(problem, limits, spent_s, lambda: least_as_it_runs(problem, least, judge).replayed_bytes or 0)
     nearest = least_as_it_runs(problem, least, judge)
     enough = nearest.replayed_bytes or 0
     if enough <= problem.budget_bytes:  # where budgets that allow for an excess are below the least peak

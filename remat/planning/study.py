@@ -280,11 +280,13 @@ class Study:
             return best
         start = best.regions if best is not None else self._transferred(begin, problem)
         limits = dataclasses.replace(limits, start=start)
+        started = limits.now()
         found = search(problem, self.how, solver or self.request.solve, None, limits, may_need_none=True)
+        spent_s = limits.now() - started
         if found.fits:
             self.remember(at, budget_bytes, found)
         elif best is None:
-            raise self._refusal(at, problem, found, limits)
+            raise self._refusal(at, problem, found, limits, spent_s)
         elif found.status == "infeasible":
             raise RematError(f"solver {found.solver} claims that no plan keeps {budget_bytes} bytes, but one does.")
         else:  # the bound of a search without a plan holds
@@ -318,7 +320,7 @@ class Study:
         bounds = (each.solution.bound_us for each in self._known.get(at, ()) if each.budget_bytes >= budget_bytes)
         return max(bounds, default=0.0)
 
-    def _refusal(self, at: StepForm, problem: Problem, found: Solution, limits: Limits) -> Refusal:
+    def _refusal(self, at: StepForm, problem: Problem, found: Solution, limits: Limits, spent_s: float) -> Refusal:
         """Make the error of a search without a plan. Raises KeyboardInterrupt if the user ended it."""
         if found.interrupted:
             raise KeyboardInterrupt
@@ -329,7 +331,7 @@ class Study:
         def enough() -> int:
             return least_as_it_runs(problem, least, self.judge(at)).replayed_bytes or 0
 
-        return not_found(problem, found, limits, enough)
+        return not_found(problem, limits, spent_s, enough)
 
     def refused(self, at: StepForm, budget_bytes: int, limits: Limits) -> Infeasible:
         """Refuse a budget that no plan of a form keeps, with the least one that a plan keeps as it runs."""

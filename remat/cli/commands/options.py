@@ -358,6 +358,14 @@ class RequestOptions:
 class EachRequestOptions(RequestOptions):
     """A request to several solvers, or for several budgets; the time limit is that of each."""
 
+    time_limit: Annotated[
+        float | None,
+        _option(
+            panel=EXPERT,
+            show_default="60 s of work, whatever the machine",
+            help="Wall seconds of each search; then its best plan so far is used.",
+        ),
+    ] = None
     strategies: Annotated[
         str | None,
         _option(

@@ -49,7 +49,7 @@ from remat.execution.reports import OnLarger
 from remat.execution.surroundings import Surroundings
 from remat.fusion.formed import formed, groups_in
 from remat.host.copies import Copies
-from remat.host.weights import HostWeights
+from remat.host.weights import HostWeights, weights_on_host
 from remat.units import gib
 from remat.workload.replaced_forward import own_forwards
 from remat.workload.workload import trainable
@@ -391,8 +391,9 @@ class PlannedGraphs(PlannedForward):
         if key not in self._graphs:
             if len(self._graphs) >= MANY_SURROUNDINGS * len(self.forwards.planned):
                 self._start_over()
-            self._weights = self._as_planned.weights_on_host()
+            self._weights = weights_on_host(self.model)
             self.calls.bring(self._weights)
+            self._as_planned.require_on_host(self._weights)
             self._as_planned.require_regions_run(self.main)
             install_recording_hooks(self.model, self.plan.about.get("recording_models", ()))
             if self._early.is_any:  # they come again with new traces
