@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,6 +161,14 @@ def test_a_model_trains_as_on_the_cpu(name: str, fused: bool) -> None:
 
     on_cpu, on_card = losses("cpu"), losses("cuda")
     assert on_card == pytest.approx(on_cpu, rel=1e-5) and on_card[-1] < on_card[0]
+
+
+def test_a_batch_norm_of_given_statistics_keeps_them_for_its_backward() -> None:
+    mean, variance = torch.rand(6, device="cuda"), torch.rand(6, device="cuda") + 0.5
+    x = torch.rand(16, 6, device="cuda", requires_grad=True)
+    made: Any = F.batch_norm(x, mean, variance).grad_fn
+    assert torch.equal(made._saved_result1, mean)
+    assert torch.allclose(made._saved_result2, (variance + 1e-5).rsqrt())
 
 
 def test_bytes_are_those_of_the_allocator() -> None:

@@ -57,6 +57,15 @@ inline std::vector<int64_t> last_dimensions(const Tensor& x, int64_t count) {
   return found;
 }
 
+/// Of statistics that it is given, the CPU's kernel keeps nothing, CUDA's what its backward reads.
+inline void keep_given_statistics(const Operator& op, const Args& args, const std::vector<IValue>& results) {
+  if (op.base != "native_batch_norm" || args[op.index("training")].toBool()) return;
+  const Tensor mean = args[op.index("running_mean")].toTensor(), var = args[op.index("running_var")].toTensor();
+  const Tensor save_mean = results[1].toTensor(), save_rstd = results[2].toTensor();
+  put(save_mean, mean.to(save_mean.scalar_type()));
+  put(save_rstd, at::rsqrt(var.to(save_rstd.scalar_type()) + args[op.index("eps")].toDouble()));
+}
+
 inline void rms_norm(const Operator&, Args& args, std::vector<Tensor>& outs, Draw) {
   const Tensor x = args[0].toTensor();
   const auto type = wide(x);

@@ -221,6 +221,7 @@ class Wrapper final : public c10::OperatorKernel {
       for (size_t j = 0; j < std::min(into.size(), from.size()); ++j)
         if (!put(into[j], from[j])) tally.note("results of other sizes", op_.name);
     }
+    keep_given_statistics(op_, args, results);
   }
 
   /// Rule 5: whether all that a call reads and makes is small, or integers.
