@@ -224,6 +224,7 @@ DIFFERENT = {  # layers whose kernels differ from their fakes, and how they are 
     ("weight", "fp16"),
     ("bags-sum", "bf16"),
     ("bags-mean", "bf16"),
+    ("bags-max", "amp-bf16"),
 }
 EVERY = [(name, mode) for name in LAYERS for mode in MODES]
 

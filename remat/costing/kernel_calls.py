@@ -152,9 +152,18 @@ def arguments(kind: KernelKind, device: torch.device) -> tuple[list[Any], dict[s
         repeats.fill_(total // len(repeats))[0] += total % len(repeats)  # a GPU dies of another sum
     if kind.name.startswith(("aten.masked_scatter.", "aten.masked_scatter_.")) and made[0][0].numel():
         _mask_no_more_than_given(*made[0][:3])
+    if kind.name.startswith("aten._embedding_bag_"):
+        _fill_bags(kind.name, made[0])
     if kind.name in _AFTER_FORWARD:
         _run_forward(kind.name, made[0])
     return made
+
+
+def _fill_bags(name: str, args: list[Any]) -> None:
+    """Say that no bag is empty: gradients of empty ones are left out of the copies that a maximum needs."""
+    names = [argument.name for argument in overload(name)._schema.arguments]
+    if "bag_size" in names:
+        args[names.index("bag_size")].fill_(1)
 
 
 def _run_forward(name: str, args: list[Any]) -> None:
