@@ -171,6 +171,22 @@ def test_a_batch_norm_of_given_statistics_keeps_them_for_its_backward() -> None:
     assert torch.allclose(made._saved_result2, (variance + 1e-5).rsqrt())
 
 
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_are_those_of_the_cpu(mode: str, padding: int | None) -> None:
+    bags = nn.EmbeddingBag(16, WIDTH, mode=mode, padding_idx=padding)
+    indices, offsets = torch.randint(16, (40,)), torch.tensor([0, 5, 5, 17])  # one is empty
+
+    def found(device: str) -> list[torch.Tensor]:
+        here = copy.deepcopy(bags).to(device)
+        out = here(indices.to(device), offsets.to(device))
+        out.square().sum().backward()
+        assert here.weight.grad is not None
+        return [out.detach().cpu(), here.weight.grad.cpu()]
+
+    torch.testing.assert_close(found("cuda"), found("cpu"))
+
+
 def test_bytes_are_those_of_the_allocator() -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -180,6 +180,33 @@ def test_fakes_are_as_kernels_make_them(name: str, mode: str, training: bool) ->
     assert compared.differing == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+@pytest.mark.parametrize("padding", [-1, 0])
+@pytest.mark.parametrize("mode", range(3))
+@pytest.mark.parametrize("has_last", [False, True])
+def test_bags_for_a_card_by_name_are_as_its_kernel_makes_them(
+    mode: int, padding: int, dtype: torch.dtype, has_last: bool
+) -> None:
+    bags = torch.ops.aten._embedding_bag.default
+
+    def made(device: str) -> list[tuple[Any, ...]]:
+        with FakeTensorMode(), torch.device(device):
+            indices, offsets = torch.zeros(48, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
+            table = torch.zeros(50, CHANNELS, dtype=dtype)
+            args = table, indices, offsets, False, mode, False, None, has_last, padding
+            return [form(each) for each in as_kernel(bags, args, bags(*args), "cuda")]
+
+    assert made("cpu") == made("cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_norms_of_half_weights_are_kept_in_fp32_on_every_device(device: str) -> None:
+    norm = torch.ops.aten._weight_norm_interface.default
+    with FakeTensorMode():
+        args = tuple(torch.zeros(8, size, dtype=FLOAT16, device=device) for size in (8, 1))
+        assert [each.dtype for each in as_kernel(norm, args, norm(*args))] == [FLOAT16, torch.float32]
+
+
 # Peaks
 
 

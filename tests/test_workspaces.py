@@ -324,6 +324,26 @@ def test_sorting_takes_no_more_than_its_formula(count: int, rows: int) -> None:
         assert 0.9 * workspace_bytes(kind, target) < worked_in(kind) <= workspace_bytes(kind, target)
 
 
+def bags_backward(count: int, rows: int, mode: int = 0, dtype: str = "int64") -> OpKind:
+    """The backward of bags of 16 indices, 64 numbers wide."""
+    indices, bags = tensor(count, dtype=dtype), tensor(count // 16, dtype=dtype)
+    of_maximum = tensor(count // 16, 64, dtype=dtype) if mode == 2 else tensor(0, dtype=dtype)
+    gradient = tensor(count // 16, 64, dtype="float32")
+    given = gradient, indices, bags, tensor(count, dtype=dtype), bags, of_maximum
+    return call("_embedding_bag_backward.default", *given, rows, False, mode, False, None)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("rows", [1000, 30000])
+@pytest.mark.parametrize("count", [1024, 65536])
+def test_bags_take_what_their_formula_says(count: int, rows: int, dtype: str) -> None:
+    target = find_planning_device(H100.name).target
+    for mode in range(3):
+        kind = bags_backward(count, rows, mode, dtype)
+        assert workspace_bytes(kind, target) == pytest.approx(worked_in(kind), rel=1e-3, abs=1024)
+
+
 @pytest.mark.parametrize(
     ("kind", "copies"),
     [
@@ -400,6 +420,14 @@ def embedding_backward(tokens: int, width: int, rows: int, dtype: str = "float32
 )
 def test_embedding_backward_keeps_a_row_for_each_part_of_a_segment(kind: OpKind, expected: int) -> None:
     assert workspace_bytes(kind, H100) == expected
+
+
+def test_bags_backward_keeps_such_rows_too_for_few_indices_and_none_for_a_maximum() -> None:
+    """1024 segments, 1024/10 + 1024 = 1126 rows of 64; 3 x 1024 + 2 x 1024 + 1126 indices."""
+    assert workspace_bytes(bags_backward(1024, 30000), H100) == 1126 * 64 * 4 + (5 * 1024 + 1126) * 8
+    assert workspace_bytes(bags_backward(1024, 30000, dtype="int32"), H100) == 1126 * 64 * 4 + (5 * 1024 + 1126) * 4
+    assert workspace_bytes(bags_backward(1024, 30000, mode=2), H100) == 0
+    assert workspace_bytes(bags_backward(1024, 30000), CPU) == 0
 
 
 def test_what_has_no_formula_is_named_and_counted_as_nothing() -> None:

@@ -41,6 +41,7 @@ _ROWS = 10  # NROWS_PER_THREAD of EmbeddingBackwardKernel.cu
 _FEW_INDICES = 3072
 _MOST_THREADS = 1024
 _INDEX_BYTES = 8
+_MAXIMUM = 2  # mode of bags
 _COUNTED = ("bool", "int32", "int16", "int8", "uint8")
 _FEW_KEYS = 256  # which are sorted at once
 _FLOAT_BYTES = 4
@@ -127,18 +128,37 @@ def embedding_backward(kind: OpKind, target: Target) -> int:
     EmbeddingBackwardKernel.cu, torch 2.11 to 2.15. The buffers of sorting are freed before the rows are made.
     """
     gradient, indices, rows = argument(kind, 0), argument(kind, 1), int(kind.signature[0][2])
-    count, width = indices.numel, gradient.shape[-1]
     by_frequency = bool(kind.signature[0][4])
-    if count <= _FEW_INDICES and not by_frequency:
+    if indices.numel <= _FEW_INDICES and not by_frequency:
         return 0
+    return _sorted_into_rows(gradient, indices, rows, by_frequency, target)
+
+
+def bags_backward(kind: OpKind, target: Target) -> int:
+    """Return the same bytes for bags that are summed or averaged, however few indices they have.
+
+    `embedding_bag_backward_cuda_sum_avg` in aten/src/ATen/native/cuda/EmbeddingBag.cu, torch 2.11 to 2.15. A maximum is
+    added atomically.
+    """
+    gradient, indices = argument(kind, 0), argument(kind, 1)
+    rows, by_frequency, mode, sparse = kind.signature[0][6:10]
+    if mode == _MAXIMUM or sparse or not indices.numel:
+        return 0
+    return _sorted_into_rows(gradient, indices, int(rows), bool(by_frequency), target)
+
+
+def _sorted_into_rows(
+    gradient: DescribedTensor, indices: DescribedTensor, rows: int, by_frequency: bool, target: Target
+) -> int:
+    count, width, index_bytes = indices.numel, gradient.shape[-1], indices.item_bytes
     segments = min(count, rows)
     partial = count // _ROWS + segments
     columns = count * (3 + by_frequency) + 2 * segments + partial
-    sorting = _sorting_bytes(count, 4 if rows <= _FEW_KEYS else 5, target)
+    sorting = _sorting_bytes(count, 4 if rows <= _FEW_KEYS else 5, target, index_bytes)
     if _is_fused(segments, partial, width, target):
         accumulated = rows * width * _FLOAT_BYTES if gradient.item_bytes < _FLOAT_BYTES else 0
-        return max((columns + partial) * _INDEX_BYTES + accumulated, sorting)
-    return max(columns * _INDEX_BYTES + partial * width * max(gradient.item_bytes, _FLOAT_BYTES), sorting)
+        return max((columns + partial) * index_bytes + accumulated, sorting)
+    return max(columns * index_bytes + partial * width * max(gradient.item_bytes, _FLOAT_BYTES), sorting)
 
 
 def _is_fused(segments: int, partial: int, width: int, target: Target) -> bool:
@@ -306,14 +326,14 @@ def index_put(kind: OpKind, target: Target) -> int:
     return _sorting_bytes(count, 4 if keys <= _FEW_KEYS else 6, target)
 
 
-def _sorting_bytes(count: int, columns: int, target: Target) -> int:
+def _sorting_bytes(count: int, columns: int, target: Target, index_bytes: int = _INDEX_BYTES) -> int:
     """Return the bytes of sorting: indices and positions, before, after and in between, and CUB's workspace.
 
     The number of columns, and a little more than CUB's bytes, are those that PyTorch's CUDA build asked for, from 64 to
     16,777,216 indices. CUDA 13.0's CUB, in the wheels of torch 2.11, takes a column more (measured on an H100).
     """
     columns += _is_before_2_12(target)
-    return columns * count * _INDEX_BYTES + count // 3 + 4096
+    return columns * count * index_bytes + count // 3 + 4096
 
 
 FORMULAS: dict[str, Callable[[OpKind, Target], int]] = {
@@ -327,6 +347,7 @@ FORMULAS: dict[str, Callable[[OpKind, Target], int]] = {
     "aten._scaled_dot_product_efficient_attention_backward.default": efficient_attention_backward,
     "aten.convolution.default": convolution,
     "aten.convolution_backward.default": convolution_backward,
+    "aten._embedding_bag_backward.default": bags_backward,
     "aten.binary_cross_entropy_with_logits.default": _of_first(2),  # native/Loss.cpp
     "aten.embedding_dense_backward.default": embedding_backward,
     "bitsandbytes.gemm_4bit.default": product_with_4_bits,

@@ -7,9 +7,11 @@ runs those that differ, and their like. Strides have a module of their own (`lay
 Rule 1  A normalization whose parameters have another dtype than its input keeps its statistics in that of the first of
         them (`param_scalar_type` in `native/cpu/mixed_data_type.h`). With fp32 statistics, the fake of group norm's
         gradient is fp32 too; the kernel's is as its input.
-Rule 2  The norms of half-precision weights are kept in fp32 (`WeightNorm.cpp`); fakes do so for bfloat16 alone.
-Rule 3  Bags that are summed need no table of their embeddings, in bfloat16 neither; a table that is made is made one
-        entry longer (`EmbeddingBag.cpp`).
+Rule 2  The norms of half-precision weights are kept in fp32, on every device (`WeightNorm.cpp`, `WeightNorm.cu`); fakes
+        do so for bfloat16 alone.
+Rule 3  On the CPU, bags that are summed need no table of their embeddings, in bfloat16 neither; a table that is made is
+        made one entry longer (`EmbeddingBag.cpp`). CUDA's kernel always makes the table, and places of a maximum for
+        that alone (`EmbeddingBag.cu`), as its fakes do.
 Rule 4  Some losses are reduced into the first of their elements, on every device: the scalar keeps the memory of all
         (`Loss.cpp`). Folding columns into an image makes a tensor like the columns and shrinks it, which keeps its
         memory (`Col2Im.cpp`, `Col2Im.cu`).
@@ -39,7 +41,7 @@ _PARAMETERS_AT = {  # in the arguments of normalizations
     aten.native_layer_norm.default: slice(2, 4),
 }
 _BAGS = aten._embedding_bag.default
-_SUM = 0  # mode of bags
+_SUM, _MAXIMUM = 0, 2  # modes of bags
 _MODE, _PADDING = 4, 8  # arguments of bags
 
 
@@ -55,9 +57,11 @@ def as_kernel(func: Any, args: Any, out: Any, kernels_of: str | None = None) -> 
         return out.new_empty(args[0].numel()).as_strided(out.shape, out.stride())
     if isinstance(out, tuple) and len(out) > len({*map(id, out)}):
         out = _apart(out)
-    if not isinstance(out, (tuple, list)) or not isinstance(out[0], FakeTensor) or out[0].device.type != "cpu":
+    if not isinstance(out, (tuple, list)) or not isinstance(out[0], FakeTensor):
         return out
-    correct = None if kernels_of == "cuda" and func is _BAGS else _ON_CPU.get(func)
+    correct = _EVERYWHERE.get(func)
+    if correct is None and out[0].device.type == "cpu":
+        correct = _bagged_on_cuda if kernels_of == "cuda" and func is _BAGS else _ON_CPU.get(func)
     return out if correct is None else correct(func, args, out)
 
 
@@ -91,12 +95,21 @@ def _bagged(func: Any, args: Any, out: Any) -> Any:
     return (value, table.new_empty(len(table) + 1)[:-1], *others) if len(table) else out
 
 
-_ON_CPU: dict[Any, Callable[[Any, Any, Any], Any]] = {
+def _bagged_on_cuda(func: Any, args: Any, out: Any) -> Any:
+    value, _, _, places = out
+    indices, offsets = args[1:3]
+    mode = args[_MODE] if len(args) > _MODE else _SUM
+    table = places.new_empty(len(indices))
+    return value, table, places.new_empty(len(offsets)), places if mode == _MAXIMUM else places.new_empty(0)
+
+
+_Correct = Callable[[Any, Any, Any], Any]
+_ON_CPU: dict[Any, _Correct] = {
     **dict.fromkeys(_PARAMETERS_AT, _normalized),
     aten.native_group_norm_backward.default: _group_norm_backward,
-    aten._weight_norm_interface.default: _weight_norm,
     _BAGS: _bagged,
 }
+_EVERYWHERE: dict[Any, _Correct] = {aten._weight_norm_interface.default: _weight_norm}
 
 
 def _apart(out: tuple[Any, ...]) -> tuple[Any, ...]:

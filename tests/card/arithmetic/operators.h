@@ -14,7 +14,7 @@
 namespace card {
 
 /// Rule 3. Results of these have a size that the device tells the host, or the CUDA kernel needs libraries that are not
-/// imitated, or forward keeps for backward something that has another size on the CPU.
+/// imitated.
 inline const std::set<std::string> kHostFirst = {
     "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
     "bincount", "repeat_interleave", "nonzero_static", "equal",
@@ -23,10 +23,7 @@ inline const std::set<std::string> kHostFirst = {
     "_fft_c2c", "_fft_c2r", "lu_unpack", "lu_solve", "linalg_cholesky_ex", "linalg_inv_ex", "linalg_lu",
     "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_solve_triangular", "linalg_qr", "linalg_eig", "linalg_eigvals",
     "linalg_householder_product", "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lstsq", "_linalg_svd",
-    "_linalg_eigh", "_linalg_eigvals", "_linalg_det", "_linalg_slogdet", "_linalg_solve_ex", "linalg_matrix_exp",
-    // other sizes
-    "_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_dense_backward",
-    "_embedding_bag_per_sample_weights_backward"};
+    "_linalg_eigh", "_linalg_eigvals", "_linalg_det", "_linalg_slogdet", "_linalg_solve_ex", "linalg_matrix_exp"};
 
 /// These call an operator that is wrapped itself.
 inline const std::set<std::string> kTransparent = {

@@ -33,6 +33,23 @@ inline void log_sigmoid_backward(const Operator&, Args& args, std::vector<Tensor
   outs[0].copy_(grad.to(wide(x)) * at::sigmoid(-x.to(wide(x))));
 }
 
+/// The CPU's kernel leaves out the bag of each index where it does not need it, and keeps one size more or less.
+inline void embedding_bag(const Operator& op, Args& args, std::vector<Tensor>& outs, Draw) {
+  const Tensor indices = args[1].toTensor(), offsets = args[2].toTensor();
+  const int64_t mode = args[op.index("mode")].toInt();
+  const auto found = at::_embedding_bag(args[0].toTensor(), indices, offsets, args[3].toBool(), mode, false,
+                                        tensor_of(args[op.index("per_sample_weights")]),
+                                        args[op.index("include_last_offset")].toBool(),
+                                        args[op.index("padding_idx")].toInt());
+  outs[0].copy_(std::get<0>(found));
+  const Tensor begins = offsets.slice(0, 0, outs[0].size(0)).to(at::kLong);
+  const Tensor places = at::arange(indices.size(0), begins.options());
+  outs[1].copy_(at::searchsorted(begins, places, false, true) - 1);
+  const int64_t bags = std::min(outs[2].numel(), std::get<2>(found).numel());
+  outs[2].slice(0, 0, bags).copy_(std::get<2>(found).slice(0, 0, bags));
+  if (mode == 2) put(outs[3], std::get<3>(found)); // the maximum
+}
+
 /// The CPU counts floats only.
 inline void histogram(const Operator& op, Args& args, std::vector<Tensor>& outs, Draw) {
   outs[0].copy_(at::histc(args[0].toTensor().to(at::kDouble), args[op.index("bins")].toInt(),

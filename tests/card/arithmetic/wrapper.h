@@ -106,6 +106,8 @@ inline const std::map<std::string, Emulation> kEmulations = {
     {"_masked_scale", masked_scale},
     {"log_sigmoid_backward", log_sigmoid_backward},
     {"histc", histogram},
+    {"_embedding_bag", embedding_bag},
+    {"_embedding_bag_forward_only", embedding_bag},
     {"cudnn_grid_sampler", grid_sampler},
     {"cudnn_grid_sampler_backward", grid_sampler_backward},
     {"_fused_rms_norm", rms_norm},
