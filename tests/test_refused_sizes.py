@@ -185,6 +185,13 @@ def test_the_search_goes_on_with_the_sizes_that_the_model_takes(
     assert (best.rungs[micro_batches.RUNGS[0]] is None) == (not takes(samples))
 
 
+def test_divisors_that_the_search_does_not_meet_are_candidates_too() -> None:
+    """Below 100, halving comes to 64; 75 and 100 divide the batch."""
+    found = remat.fit(picky(lambda size: size <= 100, 8), global_batch=300, budget=ROOM, target=TARGET)
+    assert {(each.micro_batch, each.last) for each in found.candidates} >= {(100, 100)}
+    assert (found.best.micro_batch, found.best.accumulation) == (100, 3)
+
+
 def test_a_last_micro_batch_that_the_model_refuses_is_left_out() -> None:
     """Of 101 samples, none of the divisors but 1 and 101 is a micro-batch; 100 leaves one over."""
     place, limit = find_planning_device(TARGET), Budget(ROOM, ROOM)

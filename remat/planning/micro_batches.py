@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from remat.costing.costs import estimated_costs, with_forward_alone, with_library_workspaces
 from remat.costing.planning_device import PlanningDevice
@@ -66,6 +66,7 @@ RUNGS = ("as is", "accumulate", "checkpoint")  # of the classic ladder
 OFFLOAD_RUNG = "offload"  # the last of them, where there is a link
 RECORDED_AT = (2, 4)  # batch sizes
 FALL_BACKS = 5  # doublings of the first of them, where the model refuses that
+DIVISORS_ABOVE = 8  # of the largest micro-batch that a search met, where the model refuses some
 EVEN_CUTS = 8  # of a rank's samples, where the largest micro-batch leaves a last one that the model refuses
 NO_SOLUTION = Solution("exact", "unknown")
 
@@ -293,13 +294,26 @@ class MicroBatches:
             return self._taken_of(samples, [samples])
         whole = self.largest(samples, in_slices=False)
         most = self.largest(samples, above=whole)
-        sizes = {size for size in divisors(samples) if size <= most} | {whole, most} - {0}
+        sizes = {size for size in divisors(samples) if size <= most} | {
+            whole,
+            most,
+            *self._divisors_above(most, samples),
+        }
+        sizes -= {0}
         sizes |= {cut for size in {whole, most} - {0} for cut in self._cuts(Window(samples, size))}
         if sizes and (found := self._taken_of(samples, sizes)):
             return found
         if found := self._taken_of(samples, divisors(samples)):
             return found[-1:]
         raise self.taken.refusal()
+
+    def _divisors_above(self, most: int, samples: int) -> Iterator[int]:
+        """Yield larger divisors of `samples` that are taken and fit, which a search that left sizes out may not meet."""
+        larger = [size for size in divisors(samples) if most < size < samples][::-1] if self.taken.refused else []
+        for size in filter(self.taken.takes, larger[:DIVISORS_ABOVE]):
+            if not self.feasible(size, accumulates=True):
+                return
+            yield size
 
     def _taken_of(self, samples: int, sizes: Iterable[int]) -> list[Window]:
         """Return the windows of `sizes` that the model takes, the largest first."""
