@@ -216,13 +216,39 @@ def test_with_too_small_a_budget_the_least_size_that_the_model_takes_is_refused_
 
 
 def test_a_model_that_refuses_every_size_is_refused_with_the_sizes() -> None:
-    nothing = picky(lambda size: False, 8)
     with pytest.raises(
-        CaptureError, match=r"takes no batch .* refuses batches of 1, 2, 3, 4, 6 \(ValueError: no batch of \(6"
+        CaptureError,
+        match=r"takes no batch .* refuses batches of 1, 2, 3, 4, 6 \(ValueError: no batch of \(6.* multiple",
     ):
-        remat.fit(nothing, global_batch=6, budget=ROOM, target=TARGET)
-    with pytest.raises(CaptureError, match=r"takes no batch of a size that was tried: .* batches of 1, 2, 4, 8, "):
-        remat.largest_batch(nothing, budget=ROOM, target=TARGET)
+        remat.fit(picky(lambda size: size == 8, 8), global_batch=6, budget=ROOM, target=TARGET)
+
+
+def test_a_step_that_fails_at_its_own_size_is_refused_with_its_error() -> None:
+    nothing, said = (
+        picky(lambda size: False, 8),
+        r"fails on a batch of its own size, 8: ValueError: no batch of \(8, 32\)",
+    )
+    for refused_by in (
+        lambda: remat.fit(nothing, global_batch=6, budget=ROOM, target=TARGET),
+        lambda: remat.largest_batch(nothing, budget=ROOM, target=TARGET),
+    ):
+        with pytest.raises(CaptureError, match=said) as refusal:
+            refused_by()
+        assert "multiple" not in str(refusal.value)
+
+
+def test_multiples_of_the_own_size_are_tried_before_other_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    def look(workload: Workload, place: PlanningDevice) -> str | None:
+        looked.append(workload.batch_size)
+        return error_at(workload, place)
+
+    monkeypatch.setattr(refused_sizes, "error_at", look)
+    workload, budget = picky(lambda size: size % 24 == 0, 24), of_device(8 * MIB)
+    assert remat.largest_batch(workload, budget=budget, target=TARGET).about["batch_size"] % 24 == 0
+    print(len(looked), looked)
+    assert len(looked) < 40
 
 
 def test_what_no_size_helps_with_ends_the_search_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,15 @@ Rule 1  A size is refused if the step's own code, untraced, raises an error on a
         a step cannot be captured hold at every size, and end the search.
 Rule 2  Sizes between two records are computed, not run. So a search takes every size for granted, until one that is
         recorded is refused. Then it begins again, and runs the forward once for each size that it looks at.
+Rule 3  Most models that are particular take the multiples of a size. If all that was tried agrees with that, for the
+        workload's own size, a search between two multiples ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -27,6 +30,7 @@ from remat.recording.step_refusals import StepFails
 from remat.workload.workload import Workload
 
 T = TypeVar("T")
+SEVERAL_REFUSED = 6  # sizes, after which a rule is seen in them (Rule 3)
 
 
 def with_refused(plan: Plan, refused: Iterable[RefusedSize]) -> Plan:
@@ -85,8 +89,25 @@ class TakenSizes:
         return not self.refused or self._look(size) is None
 
     def near(self, size: int, low: int, high: int) -> int | None:
-        """Return a size between `low` and `high`, near `size`, that the model takes; None if there seems to be none."""
-        return next(filter(self.takes, neighbours(size, low, high, self._own)), None)
+        """Return a size between `low` and `high`, near `size`, that the model takes; None if there seems to be none.
+
+        Where it is refused, multiples of the workload's own size come before other neighbours, and alone once the model
+        seems to take nothing else. (Rule 3)
+        """
+        if low < size < high and self.takes(size):
+            return size
+        own, tried = self._workload.batch_size, neighbours(size, low, high, self._own)
+        if self.takes(own):
+            multiples = [each for each in (size // own * own, -(-size // own) * own) if low < each < high]
+            tried = iter(multiples) if self._takes_multiples_alone() else itertools.chain(multiples, tried)
+        return next(filter(self.takes, tried), None)
+
+    def _takes_multiples_alone(self) -> bool:
+        """Return whether the model refused several sizes, and takes a size if it is a multiple of its own. (Rule 3)"""
+        is_multiple = {size: size % self._workload.batch_size == 0 for size in self._errors}
+        return len(self.refused) >= SEVERAL_REFUSED and all(
+            is_multiple[size] == (error is None) for size, error in self._errors.items()
+        )
 
     def found(self, search: Callable[[], T]) -> T:
         """Return what `search` finds; it begins again where it took a size for granted. (Rule 2)"""
@@ -96,7 +117,13 @@ class TakenSizes:
             return search()
 
     def refusal(self) -> CaptureError:
-        """Return the refusal of a model that takes none of the sizes that were tried."""
+        """Return the refusal of a model that takes none of the sizes that were tried, or not even its workload's own."""
+        own = self._workload.batch_size
+        if (error := self._look(own)) is not None:
+            return CaptureError(
+                f"the step of {self._workload.name!r} fails on a batch of its own size, {own}: {error}. So it does on all "
+                "others that were tried."
+            )
         return CaptureError(
             f"{self._workload.name!r} takes no batch of a size that was tried: {say_refused(self.refused)}. Choose a "
             "global batch that is a multiple of a size that it takes, or plan the step at such a size (`remat.plan`)."
