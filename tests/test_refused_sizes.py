@@ -17,7 +17,8 @@ import remat
 from remat.costing.planning_device import PlanningDevice, find_planning_device
 from remat.errors import CaptureError, Infeasible
 from remat.evaluation.plan import TOKEN_CAP
-from remat.evaluation.refused import REFUSED_SIZES
+from remat.evaluation.refused import REFUSED_SIZES, RefusedSize, to_json
+from remat.evaluation.refused import refused_sizes as refused_sizes_of
 from remat.planning import micro_batches, refused_sizes
 from remat.planning.advice import advise
 from remat.planning.budget import Budget
@@ -267,6 +268,16 @@ def test_what_no_size_helps_with_ends_the_search_at_once(monkeypatch: pytest.Mon
     with pytest.raises(CaptureError, match="reads a number off a tensor"):
         remat.fit(workload, global_batch=24, budget=ROOM, target=TARGET)
     assert looked == [2]
+
+
+def test_a_plan_names_few_sizes_with_short_errors() -> None:
+    every = [RefusedSize(size, None, "ValueError: " + "long " * 100) for size in range(1, 31)]
+    named = to_json(every)
+    assert [each["batch_size"] for each in named] == [*range(1, 11)]
+    assert [each["more"] for each in named] == [0] * 9 + [20] and max(len(each["error"]) for each in named) == 200
+    (said,) = refused_sizes_of({REFUSED_SIZES: named})
+    assert "batches of 1, 2, 3, 4, 5, 6, 7, 8 and 22 more (ValueError" in said
+    assert to_json(every[:3])[-1]["more"] == 0
 
 
 # The largest batch, the longest sequence, the most tokens

@@ -308,7 +308,7 @@ class MicroBatches:
         raise self.taken.refusal()
 
     def _divisors_above(self, most: int, samples: int) -> Iterator[int]:
-        """Yield larger divisors of `samples` that are taken and fit: a search that leaves sizes out may not meet them."""
+        """Yield larger divisors of `samples` that are taken and fit: a search that leaves out sizes may miss them."""
         larger = [size for size in divisors(samples) if most < size < samples][::-1] if self.taken.refused else []
         for size in filter(self.taken.takes, larger[:DIVISORS_ABOVE]):
             if not self.feasible(size, accumulates=True):

@@ -23,7 +23,7 @@ from typing import TypeVar
 from remat.costing.planning_device import PlanningDevice
 from remat.errors import CaptureError
 from remat.evaluation.plan import Plan
-from remat.evaluation.refused import REFUSED_SIZES, RefusedSize, say_refused
+from remat.evaluation.refused import REFUSED_SIZES, RefusedSize, say_refused, to_json
 from remat.planning.profiling import fake_step
 from remat.planning.windows import divisors, neighbours
 from remat.recording.step_refusals import StepFails
@@ -35,7 +35,7 @@ SEVERAL_REFUSED = 6  # sizes, after which a rule is seen in them (Rule 3)
 
 def with_refused(plan: Plan, refused: Iterable[RefusedSize]) -> Plan:
     """Return `plan`, which names the sizes that its search left out."""
-    named = [dataclasses.asdict(each) for each in refused]
+    named = to_json([*refused])
     return dataclasses.replace(plan, about={**plan.about, REFUSED_SIZES: named}) if named else plan
 
 
@@ -117,12 +117,12 @@ class TakenSizes:
             return search()
 
     def refusal(self) -> CaptureError:
-        """Return the refusal of a model that takes none of the sizes that were tried, or not even its workload's own."""
+        """Return the refusal of a model that takes none of the sizes that were tried; its error if the own is one."""
         own = self._workload.batch_size
         if (error := self._look(own)) is not None:
             return CaptureError(
-                f"the step of {self._workload.name!r} fails on a batch of its own size, {own}: {error}. So it does on all "
-                "others that were tried."
+                f"the step of {self._workload.name!r} fails on a batch of its own size, {own}: {error}. So it does on "
+                "all others that were tried."
             )
         return CaptureError(
             f"{self._workload.name!r} takes no batch of a size that was tried: {say_refused(self.refused)}. Choose a "
