@@ -258,6 +258,16 @@ def test_what_is_too_much_to_be_copied_is_known_and_a_long_list_is_data(monkeypa
     assert state.only_once == [] and all(len(holder.was) <= MOST_OBJECTS for holder in state.holders)
 
 
+def test_tensors_that_helpers_name_are_not_copied_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.FAR", [torch.zeros(4), np.zeros(4), 1])
+    state = ModelState(Helped(lambda: far()), named=False)
+    assert [id(each) for each in state.named] == [id(FAR[0])] and not any(t.has_copy_beside for t in state._tensors)
+    FAR[0].add_(1)
+    FAR[2] = 2
+    state.put_back()
+    assert FAR[0].sum() == 4 and FAR[2] == 1 and state.only_once == []
+
+
 def far() -> Any:
     return FAR[0]
 

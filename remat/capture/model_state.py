@@ -81,14 +81,17 @@ class ModelState:
     """The state of `model` at the moment of construction.
 
     data              whether tensors have data; fake ones have none
+    named             whether data of tensors that are `named` is copied: a plan counts no such copies
     step              a function that calls the model: its own state counts, and a loss module or a frozen model that it
                       names (a teacher). Another model that trains does not: it may be the one that is copied here
     torch_generators  torch's generators that were reached
     cached            functions that keep their results
     """
 
-    def __init__(self, model: nn.Module, *, data: bool = True, step: Callable[..., Any] | None = None):
-        self.model = model
+    def __init__(
+        self, model: nn.Module, *, data: bool = True, named: bool = True, step: Callable[..., Any] | None = None
+    ):
+        self.model, self._copies_named = model, named
         self._homes = {type(module).__module__ for module in model.modules()}
         self._begin(data, {})
         self._buffers = {id(buffer) for buffer in model.buffers()}
@@ -133,7 +136,7 @@ class ModelState:
         Generators are left out.
         """
         found = ModelState.__new__(ModelState)
-        found._homes = self._homes
+        found._homes, found._copies_named = self._homes, self._copies_named
         found._begin(self._data, dict(self._own))
         found._code, found._own_holders = list(self._entries), 0
         found._without_models, found._with_step = self._without_models, self._with_step
@@ -283,7 +286,9 @@ class ModelState:
         if self._is_shared and len(self._seen) >= self._most:
             self._not_looked_into = self._not_looked_into or name
             return ()
-        if self._data and self._is_aside and not self._has_room_for(value):
+        if self._is_aside and not self._copies_named and isinstance(value, np.ndarray):
+            return ()
+        if self._data and self._is_aside and self._copies_named and not self._has_room_for(value):
             self._not_looked_into = self._not_looked_into or name
             return ()
         if (self._without_models and _trains(value)) or (self._is_shared and self._is_data(value)):
@@ -293,7 +298,7 @@ class ModelState:
             found = itertools.chain(value.parameters(), () if self._data else value.buffers())
             self._beside |= {id(tensor) for tensor in found} - self._registered
         if isinstance(value, torch.Tensor):
-            self._tensors.append(KeptTensor(name, value, self._data))
+            self._tensors.append(KeptTensor(name, value, self._data and (self._copies_named or not self._is_aside)))
             if self._is_aside:
                 self._aside.add(id(value))
         elif (generator := generator_of(value)) is not None:

@@ -126,7 +126,7 @@ def complete(before: ModelState, forward: Callable[[], Any]) -> None:
         with torch.no_grad():
             before.put_back()
             first = [tensor for _, tensor in output_tensors(forward())]
-            made = ModelState(before.model)
+            made = ModelState(before.model, named=False)
             before.put_statistics_back()
             second = [tensor for _, tensor in output_tensors(forward())]
         done = not made.changes(statistics=False) and _are_equal(first, second)
@@ -144,7 +144,7 @@ def complete(before: ModelState, forward: Callable[[], Any]) -> None:
 
 def rehearse(model: nn.Module, forward: Callable[[], Any]) -> None:
     """Run a traced forward of `model` that leaves nothing behind but its traces, and keeps nothing for a backward."""
-    before = ModelState(model)
+    before = ModelState(model, named=False)
     try:
         with saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
             forward()

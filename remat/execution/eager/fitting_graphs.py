@@ -106,7 +106,7 @@ class FittingGraphs:
         is_late = call > running.now.forward.first and running.before is None
         if running.at.settled or is_late or not self._early.may_complete:
             return
-        running.before = running.before or ModelState(self._model)
+        running.before = running.before or ModelState(self._model, named=False)
         raise UnsettledForward("the model may not be complete before its first forward.")
 
     def _is_early(self, running: RunningForward, graph_module: fx.GraphModule) -> bool:

@@ -255,7 +255,7 @@ class PlannedGraphs(PlannedForward):
         unsettled: UnsettledForward | None = None
         self._running, graphs.first = running, running.now.forward.first
         if self._early.may_complete and not (running.at.settled or running.at.fits):
-            running.before = ModelState(self.model)
+            running.before = ModelState(self.model, named=False)
         given = running.args, running.kwargs
         try:
             with (
@@ -361,7 +361,7 @@ class PlannedGraphs(PlannedForward):
 
     def _raise_own_error(self, at: ModuleForward, args: Any, kwargs: Any) -> None:
         """Raise the error that the forward also raises without the plan, if it does."""
-        before = ModelState(self.model)
+        before = ModelState(self.model, named=False)
         try:
             self._untouched_on_copies(at, args, kwargs)
         except Exception as error:
