@@ -23,7 +23,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import tests.helpers_with_state
 from remat.capture import model_state
-from remat.capture.code_names import globals_in
+from remat.capture.code_names import globals_in, modules_named
 from remat.capture.copies import copied
 from remat.capture.generators import generators_kept as kept
 from remat.capture.holders import GROWN, NUMBER, OTHER, TENSOR, StateLost, _is_installed
@@ -31,7 +31,7 @@ from remat.capture.kept_tensors import KeptTensor
 from remat.capture.model_state import (
     LARGEST_BYTES,
     MOST_NAMED_BYTES,
-    MOST_OBJECTS,
+    MOST_NAMED_OBJECTS,
     AppendedLists,
     ModelState,
     Numbers,
@@ -253,9 +253,9 @@ def test_what_is_too_much_to_be_copied_is_known_and_a_long_list_is_data(monkeypa
     assert ModelState(model).only_once == [f"what is reached from {__name__}.FAR"]
     assert ModelState(model, data=False).only_once == []
     assert sum(tensor.nbytes for tensor in ModelState(model).named) <= MOST_NAMED_BYTES
-    monkeypatch.setattr(f"{__name__}.FAR", [(1, 2)] * (MOST_OBJECTS + 1))
+    monkeypatch.setattr(f"{__name__}.FAR", [(1, 2)] * (MOST_NAMED_OBJECTS + 1))
     state = ModelState(model)
-    assert state.only_once == [] and all(len(holder.was) <= MOST_OBJECTS for holder in state.holders)
+    assert state.only_once == [] and all(len(holder.was) <= MOST_NAMED_OBJECTS for holder in state.holders)
 
 
 def test_tensors_that_helpers_name_are_not_copied_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,6 +266,51 @@ def test_tensors_that_helpers_name_are_not_copied_where_that_is_asked_for(monkey
     FAR[2] = 2
     state.put_back()
     assert FAR[0].sum() == 4 and FAR[2] == 1 and state.only_once == []
+
+
+class Raising(dict[str, Any]):
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+    def items(self) -> Any:
+        raise RuntimeError
+
+
+class RaisingList(list[int]):
+    def __iter__(self) -> Any:
+        raise RuntimeError
+
+
+class Odd:
+    table = Raising(n=1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(4).to_sparse(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: Odd,
+        lambda: Raising(n=1),
+        lambda: RaisingList([1]),
+    ],
+    ids=["sparse", "nested", "attribute that raises", "items that raise", "iteration that raises"],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_odd_objects_that_helpers_name_are_read(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.FAR", [make()])
+    state = ModelState(Helped(lambda: far()))
+    assert state.changes() == {} and ModelState(Helped(lambda: far()), data=False).changes() == {}
+    state.put_back()
+
+
+def test_blocked_imports_and_functions_of_many_names_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "remat_blocked", None)  # type: ignore[arg-type]
+    names = "".join(f"        name{i}, {i + 1000}\n" for i in range(300))
+    table: dict[str, Any] = {"__name__": __name__, "__package__": "tests"}
+    exec(f"def many():\n    if len(()):\n{names}    import remat_blocked\n    from . import helpers_with_state", table)
+    found = [each.module.__name__ for each in modules_named(table["many"], lambda name: name.startswith("tests"))]
+    assert found[0] == "tests"
 
 
 def far() -> Any:

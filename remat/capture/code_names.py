@@ -51,7 +51,7 @@ def _imports_in(code: types.CodeType) -> frozenset[str]:
     """Return the names of the modules that `code` imports as it runs; with leading dots where they are relative."""
     found = set()
     for inner in codes_in(code):
-        instructions = list(dis.get_instructions(inner))
+        instructions = [each for each in dis.get_instructions(inner) if each.opname != "EXTENDED_ARG"]
         for at, each in enumerate(instructions):
             if each.opname == "IMPORT_NAME":  # behind the level and the names that are imported
                 found.add("." * int(instructions[at - 2].argval) + each.argval)
@@ -76,12 +76,14 @@ def modules_named(function: types.FunctionType, is_wanted: Callable[[str], bool]
     for name in _imports_in(code):
         with contextlib.suppress(ImportError, ValueError):  # relative to no package
             absolute = importlib.util.resolve_name(name, table.get("__package__"))
-            waiting += [sys.modules[each] for each in (absolute, absolute.partition(".")[0]) if each in sys.modules]
+            imported = (sys.modules.get(each) for each in (absolute, absolute.partition(".")[0]))
+            waiting += [each for each in imported if isinstance(each, types.ModuleType)]  # None blocks an import
     while waiting:
         module = waiting.pop()
-        if module.__name__ in seen or not is_wanted(module.__name__):
+        name = str(vars(module).get("__name__", ""))
+        if name in seen or not is_wanted(name):
             continue
-        seen.add(module.__name__)
+        seen.add(name)
         names = attributes_in(code) & vars(module).keys()
-        waiting += [each for name in names if isinstance(each := vars(module)[name], types.ModuleType)]
+        waiting += [each for key in names if isinstance(each := vars(module)[key], types.ModuleType)]
         yield NamesOfModule(module, names)

@@ -311,16 +311,22 @@ class Slots(Attributes):
             object.__setattr__(self._held, key, each)
 
 
+def _items_of(held: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    """Return the items of a dictionary, also of a class whose own `items` raises."""
+    kind = collections.OrderedDict if isinstance(held, collections.OrderedDict) else dict
+    return kind.items(held)
+
+
 class _Dict(Holder):
     """A dictionary; in dictionaries of hooks, this library's own hooks do not count."""
 
     __slots__ = ()
 
     def read(self) -> dict[Any, Any]:
-        return {key: each for key, each in self._held.items() if not is_own(each)}
+        return {key: each for key, each in _items_of(self._held) if not is_own(each)}
 
     def write(self, items: dict[Any, Any]) -> None:
-        own = {key: each for key, each in self._held.items() if is_own(each)}
+        own = {key: each for key, each in _items_of(self._held) if is_own(each)}
         self._held.clear()
         self._held.update(items | own)
 
@@ -334,7 +340,8 @@ class _List(Holder):
     __slots__ = ()
 
     def read(self) -> dict[Any, Any]:
-        return dict(enumerate(self._held))
+        kind = list if isinstance(self._held, list) else collections.deque
+        return dict(enumerate(kind.__iter__(self._held)))
 
     def write(self, items: dict[Any, Any]) -> None:
         self._held.clear()
@@ -343,7 +350,7 @@ class _List(Holder):
     def changes(self) -> Iterator[Change]:
         before = len(self.was)
         keeps = isinstance(self._held, list) and all(
-            a is b for a, b in zip(self.was.values(), self._held, strict=False)
+            a is b for a, b in zip(self.was.values(), self.read().values(), strict=False)
         )
         if keeps and len(self._held) > before:
             yield self.name, GROWN

@@ -65,7 +65,7 @@ def are_bitwise_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def can_be_compared(tensor: torch.Tensor) -> bool:
     """Return whether the bits of `tensor` are readable."""
-    return (tensor.layout is torch.strided or tensor.layout in _PARTS) and not tensor.is_quantized
+    return (tensor.layout is torch.strided or tensor.layout in _PARTS) and not (tensor.is_quantized or tensor.is_nested)
 
 
 _COMPRESSED_PARTS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")

@@ -65,10 +65,11 @@ from remat.capture.holders import (
     joined,
     slots_of,
 )
-from remat.capture.kept_tensors import KeptTensor
+from remat.capture.kept_tensors import KeptTensor, strided_parts
 from remat.workload.workload import StepModule
 
 MOST_OBJECTS = 100_000  # that are looked into, of those that are reached through code
+MOST_NAMED_OBJECTS = 5_000  # of those that only functions which code names reach, and items of a container there
 LARGEST_BYTES = 1 << 24  # of a tensor or an array that is reached through code
 MOST_NAMED_BYTES = 1 << 26  # of all those that are copied, reached through functions that code names
 
@@ -263,7 +264,7 @@ class ModelState:
         """Look into code last, so that the model's own state is known as such."""
         self._is_shared, self._most = True, len(self._seen) + MOST_OBJECTS
         self._look_into_rest()
-        self._is_aside = True
+        self._is_aside, self._most = True, min(self._most, len(self._seen) + MOST_NAMED_OBJECTS)
         while self._named_code:
             name, value = self._named_code.pop(0)
             if id(value) not in self._seen and len(self._seen) < self._most:
@@ -317,8 +318,8 @@ class ModelState:
     def _is_data(self, value: Any) -> bool:
         """Return whether `value` is more likely a program's data than state that a model changes."""
         if not isinstance(value, (torch.Tensor, np.ndarray)):
-            return self._is_aside and isinstance(value, _SIZED) and len(value) > MOST_OBJECTS
-        return value.nbytes > LARGEST_BYTES and id(value) not in self._beside
+            return self._is_aside and isinstance(value, _SIZED) and len(value) > MOST_NAMED_OBJECTS
+        return _stored_bytes(value) > LARGEST_BYTES and id(value) not in self._beside
 
     def _is_followed(self, value: Any) -> bool:
         return id(value) not in self._seen and is_looked_into(value, self._homes)
@@ -327,7 +328,7 @@ class ModelState:
         """Count the copies of what code names, and return whether they may have that of `value` too."""
         is_copied = isinstance(value, (torch.Tensor, np.ndarray)) and not isinstance(value, nn.Parameter)
         if is_copied and not self._is_data(value):
-            self._aside_bytes += value.nbytes
+            self._aside_bytes += _stored_bytes(value)
         return self._aside_bytes <= MOST_NAMED_BYTES
 
     def _held(self, holder: Holder) -> Iterator[tuple[str, Any]]:
@@ -359,7 +360,7 @@ class ModelState:
             yield from ((name, each) for each in (value.func, value.keywords))
             yield from self._held(PartialArguments(name, value))
         elif isinstance(value, NamesOfModule):
-            yield from self._of_globals(value.module.__name__, vars(value.module), value.names)
+            yield from self._of_globals(str(vars(value.module).get("__name__", "")), vars(value.module), value.names)
         elif is_left_alone(value):
             return
         elif isinstance(value, type):
@@ -375,7 +376,9 @@ class ModelState:
             yield from self._held(Attributes(name, vars(value)))
             yield from self._of_globals(str(value.__module__), value.__globals__, globals_in(value.__code__))
             is_wanted = functools.partial(is_module_looked_into, homes=self._homes)
-            self._named_code += ((each.module.__name__, each) for each in modules_named(value, is_wanted))
+            self._named_code += (
+                (str(vars(each.module).get("__name__", "")), each) for each in modules_named(value, is_wanted)
+            )
 
     def _of_globals(self, name: str, table: dict[str, Any], names: Collection[str]) -> Iterator[tuple[str, Any]]:
         known = self._named.setdefault(id(table), set())
@@ -469,12 +472,21 @@ class SharedState:
                 holder.put_back()
 
 
+def _stored_bytes(value: torch.Tensor | np.ndarray) -> int:
+    parts = [value] if isinstance(value, np.ndarray) else strided_parts(value)
+    return sum(part.nbytes for part in parts)
+
+
 def _trains(value: Any) -> bool:
     return isinstance(value, nn.Module) and any(parameter.requires_grad for parameter in value.parameters())
 
 
 def _function_of(attribute: Any) -> Any:
     """Return the function of a class's attribute: of a method of any kind, a property, a cached property; or None."""
-    for part in ("__func__", "fget", "func"):
-        attribute = getattr(attribute, part, attribute)
+    if isinstance(attribute, (staticmethod, classmethod)):
+        attribute = attribute.__func__
+    elif isinstance(attribute, property):
+        attribute = attribute.fget
+    elif isinstance(attribute, (functools.cached_property, functools.partialmethod)):
+        attribute = attribute.func
     return attribute if isinstance(attribute, (types.FunctionType, CACHED)) else None
