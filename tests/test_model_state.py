@@ -305,7 +305,7 @@ def test_odd_objects_that_helpers_name_are_read(make: Callable[[], Any], monkeyp
 
 
 def test_blocked_imports_and_functions_of_many_names_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "remat_blocked", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "remat_blocked", None)
     names = "".join(f"        name{i}, {i + 1000}\n" for i in range(300))
     table: dict[str, Any] = {"__name__": __name__, "__package__": "tests"}
     exec(f"def many():\n    if len(()):\n{names}    import remat_blocked\n    from . import helpers_with_state", table)
