@@ -256,6 +256,8 @@ def test_what_is_too_much_to_be_copied_is_known_and_a_long_list_is_data(monkeypa
     monkeypatch.setattr(f"{__name__}.FAR", [(1, 2)] * (MOST_NAMED_OBJECTS + 1))
     state = ModelState(model)
     assert state.only_once == [] and all(len(holder.was) <= MOST_NAMED_OBJECTS for holder in state.holders)
+    monkeypatch.setattr(f"{__name__}.FAR", [[[i] for i in range(1000)] for _ in range(9)])
+    assert ModelState(model).only_once == []
 
 
 def test_tensors_that_helpers_name_are_not_copied_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

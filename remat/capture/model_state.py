@@ -285,7 +285,8 @@ class ModelState:
         if isinstance(value, _ATOMS) or id(value) in self._seen:
             return ()
         if self._is_shared and len(self._seen) >= self._most:
-            self._not_looked_into = self._not_looked_into or name
+            if not (self._data and self._is_aside):  # of what code names, the rest stays as it is
+                self._not_looked_into = self._not_looked_into or name
             return ()
         if self._is_aside and not self._copies_named and isinstance(value, np.ndarray):
             return ()
