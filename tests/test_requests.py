@@ -70,7 +70,10 @@ H100: Target = target_of("NVIDIA H100 80GB HBM3")  # type: ignore[assignment]
 HEADS = {"tensor": [[24, 12, 1024, 64], [786432, 64, 768, 1], "bfloat16"]}  # contiguous by token
 FLASH = kind("aten._scaled_dot_product_flash_attention_backward.default", *[HEADS] * 5)
 EMBEDDING = kind(
-    "aten.embedding_dense_backward.default", tensor(24576, 768, dtype="float32"), tensor(24576), 50257, -1, False
+    "aten.embedding_dense_backward.default",
+    tensor(24576, 768, dtype="float32"),
+    tensor(24576, dtype="int64"),
+    *(50257, -1, False),
 )
 SUM = kind("aten.sum.dim_IntList", tensor(24576, 768), [0], True)
 
