@@ -65,6 +65,14 @@ class NamesOfModule:
     module: types.ModuleType
     names: frozenset[str]
 
+    @property
+    def name(self) -> str:
+        return _name_of(self.module)
+
+
+def _name_of(module: types.ModuleType) -> str:
+    return str(vars(module).get("__name__", ""))
+
 
 def modules_named(function: types.FunctionType, is_wanted: Callable[[str], bool]) -> Iterator[NamesOfModule]:
     """Yield the modules that `function` names, or imports as it runs, with the names of each that it may mean.
@@ -80,7 +88,7 @@ def modules_named(function: types.FunctionType, is_wanted: Callable[[str], bool]
             waiting += [each for each in imported if isinstance(each, types.ModuleType)]  # None blocks an import
     while waiting:
         module = waiting.pop()
-        name = str(vars(module).get("__name__", ""))
+        name = _name_of(module)
         if name in seen or not is_wanted(name):
             continue
         seen.add(name)

@@ -361,7 +361,7 @@ class ModelState:
             yield from ((name, each) for each in (value.func, value.keywords))
             yield from self._held(PartialArguments(name, value))
         elif isinstance(value, NamesOfModule):
-            yield from self._of_globals(str(vars(value.module).get("__name__", "")), vars(value.module), value.names)
+            yield from self._of_globals(value.name, vars(value.module), value.names)
         elif is_left_alone(value):
             return
         elif isinstance(value, type):
@@ -377,9 +377,7 @@ class ModelState:
             yield from self._held(Attributes(name, vars(value)))
             yield from self._of_globals(str(value.__module__), value.__globals__, globals_in(value.__code__))
             is_wanted = functools.partial(is_module_looked_into, homes=self._homes)
-            self._named_code += (
-                (str(vars(each.module).get("__name__", "")), each) for each in modules_named(value, is_wanted)
-            )
+            self._named_code += ((each.name, each) for each in modules_named(value, is_wanted))
 
     def _of_globals(self, name: str, table: dict[str, Any], names: Collection[str]) -> Iterator[tuple[str, Any]]:
         known = self._named.setdefault(id(table), set())

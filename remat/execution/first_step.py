@@ -209,10 +209,8 @@ class FirstStep:
 
     def _linear_heads(self, number: int) -> list[nn.Module]:
         """List the modules that compute the logits of chunked losses in forward `number`, as often as they do so."""
-        modules, forwards = (
-            dict(self._model.named_modules()),
-            forwards_of(self._plan.about, len(self._plan.fingerprints)),
-        )
+        modules = dict(self._model.named_modules())
+        forwards = forwards_of(self._plan.about, len(self._plan.fingerprints))
         seen_first = forwards[forwards[number].like]
         calls = range(seen_first.first, seen_first.first + seen_first.calls)
         found = [modules.get(chunk.module) for chunk in self._form.chunks if chunk.call in calls]
