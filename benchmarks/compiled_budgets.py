@@ -36,7 +36,7 @@ from remat.compiled.promise import CompiledStep
 from remat.compiled.search import Search
 from remat.costing.device_allocator import measure_peak, time_once_us
 from remat.models import bert, convnext, gpt2, llama, resnet, swin, t5, vit
-from remat.recording.fake_step import autocast_context
+from remat.recording.step_contexts import autocast_context
 from remat.units import MIB, parse_bytes
 from remat.workload.workload import Workload
 

@@ -29,7 +29,7 @@ from remat.models import TEST_SIZES
 from remat.models.common import packed, padded
 from remat.planning.estimate import estimate
 from remat.planning.token_cap import most_tokens
-from remat.recording.fake_step import autocast_context
+from remat.recording.step_contexts import autocast_context
 from remat.units import MIB
 from remat.workload.workload import Workload
 

@@ -48,8 +48,9 @@ from remat.execution.eager.replay import replay
 from remat.host.copies import Copies
 from remat.offloading.refs import to_offload_refs
 from remat.offloading.timeline import Timeline
-from remat.recording.fake_step import FakeStep, autocast_context
+from remat.recording.fake_step import FakeStep
 from remat.recording.record import record
+from remat.recording.step_contexts import autocast_context
 from remat.recording.tracker import Tracker
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload

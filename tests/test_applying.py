@@ -32,8 +32,9 @@ from remat.execution.eager.replay import replay
 from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.execution.surroundings import Surroundings
 from remat.formulation.search_space import blocks, find_space
-from remat.recording.fake_step import FakeStep, autocast_context
+from remat.recording.fake_step import FakeStep
 from remat.recording.record import record
+from remat.recording.step_contexts import autocast_context
 from remat.recording.tracker import Tracker
 from remat.units import gib
 from remat.workload.workload import Workload

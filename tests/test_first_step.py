@@ -36,8 +36,9 @@ from remat.execution.modules.search_space import find_module_space
 from remat.planning.budget import Budget
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import FormChoice
-from remat.recording.fake_step import FakeStep, autocast_context
+from remat.recording.fake_step import FakeStep
 from remat.recording.record import record
+from remat.recording.step_contexts import autocast_context
 from remat.units import MIB
 from remat.workload.workload import Workload
 from tests import tricky_layers

@@ -29,8 +29,9 @@ from remat.execution.modules.replay import replay_modules
 from remat.execution.modules.search_space import Module, find_module_space
 from remat.planning.budget import Budget
 from remat.planning.profiling import fake_step
-from remat.recording.fake_step import FakeStep, autocast_context
+from remat.recording.fake_step import FakeStep
 from remat.recording.record import record
+from remat.recording.step_contexts import autocast_context
 from remat.validation.validating import validate
 from remat.workload.target import TARGETS
 from remat.workload.workload import Workload

@@ -28,7 +28,7 @@ from remat.execution.eager import fitting_graphs
 from remat.formulation.solution import Limits
 from remat.models.common import packed, padded
 from remat.planning.request import FormChoice
-from remat.recording.fake_step import autocast_context
+from remat.recording.step_contexts import autocast_context
 from remat.validation.kernel_log import KernelLog
 from remat.workload.workload import Workload
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD

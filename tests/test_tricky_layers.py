@@ -25,8 +25,8 @@ from remat.execution.apply import apply, counts_of, planned_forward
 from remat.execution.eager.replay import replay
 from remat.formulation.search_space import find_space
 from remat.planning.profiling import fake_step
-from remat.recording.fake_step import autocast_context
 from remat.recording.record import record
+from remat.recording.step_contexts import autocast_context
 from remat.workload.workload import Workload
 from tests import tricky_layers
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD

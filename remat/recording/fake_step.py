@@ -14,11 +14,10 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from remat._torch.dynamo import tracebacks_unwritten
-from remat._torch.elsewhere import autocast_elsewhere
 from remat._torch.step_fakes import StepFakes
 from remat.capture.allowed_functions import FunctionsWatched, functions_in
 from remat.capture.anchors import Signature
-from remat.capture.attention_masks import Masks, OnesSeen, eager_attention_masks, masks_of
+from remat.capture.attention_masks import Masks, OnesSeen, masks_of
 from remat.capture.beside_parameters import tensors_beside
 from remat.capture.causal_masks import causal_masks, note_batch
 from remat.capture.circumstances import given_to
@@ -36,10 +35,7 @@ from remat.capture.settling import EarlyObservations, settle
 from remat.errors import CaptureError, RematError
 from remat.evaluation.form import CAPTURED_FORM, Form
 from remat.evaluation.forwards import Forward
-from remat.evaluation.graph import (
-    OPTIMIZER_STATE,
-    Parameter,
-)
+from remat.evaluation.graph import OPTIMIZER_STATE, Parameter
 from remat.host.weights import AT_ONCE, Layer, layers_of, spread
 from remat.recording.copied_fakes import copied_fakes
 from remat.recording.deferred import DeferredPasses, states_counted
@@ -53,6 +49,7 @@ from remat.recording.repeated_step import RepeatedStep
 from remat.recording.sequences import sequences_of_known_lengths
 from remat.recording.sources import Sources
 from remat.recording.state_on_fakes import NumbersOnFakes, StateOnFakes, flags_of
+from remat.recording.step_contexts import StepContexts, autocast_dtype
 from remat.recording.step_graphs import StepGraphs
 from remat.recording.step_refusals import (
     backward_fails,
@@ -67,7 +64,6 @@ from remat.recording.traced_forwards import ParametersSeen, TracedForwards, oute
 from remat.recording.tracked_copies import TrackedStateCopies
 from remat.recording.tracker import Tracker
 from remat.recording.trails import Trail, reads_of, said_of, trail_of
-from remat.recording.view_histories import ViewHistories
 from remat.workload.any_optimizer import AnyOptimizer
 from remat.workload.batches import tensors_of
 from remat.workload.held_outputs import HeldOutputs, keeps_output, parameters_reached
@@ -90,9 +86,9 @@ class FakeStep:
     loop       the training loop around forward and backward, which may change between records; its shards are not run,
                see `sharding.py`
     graphs     its captured graphs; `prepare` changes each before it first runs in an autocast dtype (for its kernels)
-    recompute_context  context of autocast and recomputations if kernels are substituted: the emulated cache of weight
-               casts
-    elsewhere  the device whose kernels run and for which the forward is captured, if that is not `device`
+    contexts   in which its parts run; `elsewhere` is the device whose kernels run and for which the forward is
+               captured, if that is not `device`, and `recompute_context` the emulated cache of weight casts, if kernels
+               are substituted
     trails         of the captured forwards that ran so far under the same answers
     early          how the first steps differ; known once one has run
     held_numbers   values of the model's counters at the beginning of a step, so that no new value is traced anew
@@ -120,11 +116,7 @@ class FakeStep:
         self.loop = loop or TrainingLoop()
         self.graphs = StepGraphs(prepare)
         self.form = CAPTURED_FORM
-        self._recompute_context = recompute_context
-        self._views = ViewHistories()
-        self._elsewhere = elsewhere
-        self.eager_context = contextlib.nullcontext if elsewhere is None else elsewhere.kernels
-        self._outside: Any = None  # the kernels of untraced code, while a forward or a backward runs
+        self.contexts = StepContexts(device, workload.autocast, elsewhere, recompute_context)
         self.known = KnownValues()
         self.model, self.shared = fake_model(
             workload.build, self.mode, device, workload.step, self.known.note_buffer, self.known.of_model
@@ -187,7 +179,7 @@ class FakeStep:
             self._replaced,
             self._execute_call,
             answers=answers,
-            elsewhere=self._elsewhere,
+            elsewhere=self.contexts.elsewhere,
             is_ones=self._ones.hold,
             planned=Masks().with_explicit_masks() if padded else Masks(),
             device_type=self.device.type,
@@ -200,7 +192,7 @@ class FakeStep:
     @contextlib.contextmanager
     def _on_fakes(self) -> Iterator[None]:
         """Enter all modes that a step on fake tensors runs under."""
-        here = contextlib.nullcontext() if self._elsewhere is None else KeptHere(self._elsewhere)
+        here = contextlib.nullcontext() if self.contexts.elsewhere is None else KeptHere(self.contexts.elsewhere)
         with (
             torch.set_grad_enabled(torch.is_grad_enabled()),  # a graph that fails half way leaves it changed
             torch.autograd.set_multithreading_enabled(False),  # one thread numbers all nodes, whatever the device
@@ -322,7 +314,7 @@ class FakeStep:
         """Enter the context of a loop's work between steps without gradients, under `tracker`; nothing is traced."""
         self.fix_state(tracker)
         self.calls.begin()
-        with self._on_fakes(), self.untraced(), self._outside_kernels(), torch.no_grad(), tracker:
+        with self._on_fakes(), self.untraced(), self.contexts.outside(), torch.no_grad(), tracker:
             yield
 
     def _calls_elsewhere(self) -> bool:
@@ -392,38 +384,13 @@ class FakeStep:
 
     def _execute_call(self, call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:
         self.graphs.note(call, graph_module, autocast_dtype(self.device.type))
-        with self._call_context():
-            return self._views.renewed(self._execute(call, self.graphs.ready(call, self.form), args))
-
-    @contextlib.contextmanager
-    def _call_context(self) -> Iterator[None]:
-        """Enter the context of captured graphs: substituted kernels do their own casts."""
-        substituted = self._recompute_context is not None
-        autocast = torch.autocast(self.device.type, enabled=False) if substituted else contextlib.nullcontext()
-        with autocast, self._outside_paused(), self._views:
-            yield
+        with self.contexts.graph():
+            return self.contexts.views.renewed(self._execute(call, self.graphs.ready(call, self.form), args))
 
     def run(self, function: Callable[..., Any], tracker: Tracker, args: Sequence[Any]) -> Any:
         """Run the forward of the function that a node calls, on `args`."""
-        with self._on_fakes(), tracker, self._forward_context(), self._call_context():
+        with self._on_fakes(), tracker, self.contexts.forward(), self.contexts.graph():
             return function(*args)
-
-    @contextlib.contextmanager
-    def recompute_context(self) -> Iterator[None]:
-        """Enter the context of recomputations."""
-        with (self._recompute_context or contextlib.nullcontext)(), self._outside_paused(), self._views:
-            yield
-
-    @contextlib.contextmanager
-    def _forward_context(self) -> Iterator[None]:
-        """Enter autocast, which models may query while they are traced, with the emulated cache of casts."""
-        with self._own_autocast(), autocast_context(self.device, self.workload.autocast):
-            yield
-
-    def _own_autocast(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which a step may enter autocast itself, also that of a device that is not at hand."""
-        around = self._recompute_context or contextlib.nullcontext
-        return autocast_elsewhere(self._elsewhere, around) if self._elsewhere else contextlib.nullcontext()
 
     def _made_batch(self) -> Any:
         try:
@@ -443,12 +410,12 @@ class FakeStep:
         self.held_numbers.put_back()
         try:
             with (
-                self._forward_context(),
+                self.contexts.forward(),
                 self._holding(),
                 references_run_by(self._run_reference),
                 self._states_seen(),
                 self._appended.emptied(),
-                self._outside_kernels(),
+                self.contexts.outside(),
             ):
                 loss = self._loss()
         except RematError:
@@ -466,7 +433,7 @@ class FakeStep:
             self.finish.stepping.around = functools.partial(self._stepping, tracker)
         self._in_backward = True
         try:
-            with self._own_autocast(), self._outside_kernels():
+            with self.contexts.own_autocast(), self.contexts.outside():
                 if self.deferred is None:
                     loss.backward()
                 else:
@@ -552,7 +519,7 @@ class FakeStep:
             if traced and not self._is_untraced and self._learns(path, args, kwargs):
                 return self.calls.run(path, args, kwargs)
             self.looks |= bool(self.calls.made) and not torch.is_grad_enabled()
-            with self._untraced(self.calls.look(path, args, kwargs)), self.calls.alone():
+            with self.contexts.untraced(self.calls.look(path, args, kwargs)), self.calls.alone():
                 return self._replaced[path].original(*args, **kwargs)
 
     def _learns(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -588,42 +555,8 @@ class FakeStep:
         )
 
     def _run_reference(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._untraced(masks_of(named_tensors(forward, args, kwargs), self._ones.hold)):
+        with self.contexts.untraced(masks_of(named_tensors(forward, args, kwargs), self._ones.hold)):
             return forward(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _untraced(self, masks: Masks) -> Iterator[None]:
-        """Enter the context of an untraced forward on a batch of `masks`."""
-        with self._outside_kernels(), self._views, eager_attention_masks(masks):
-            yield
-
-    @contextlib.contextmanager
-    def _outside_kernels(self) -> Iterator[None]:
-        """Run code that is not traced with the device's kernels: the step's own, and what is between two graphs.
-
-        In backward these are hooks, functions with a backward of their own, and checkpoints of the step's own. Compiled
-        functions among them run uncompiled: generated kernels would read memory that fake tensors do not have.
-        """
-        if self._outside is not None:
-            yield
-            return
-        with torch.compiler.set_stance("force_eager"), self.eager_context() as self._outside:
-            try:
-                yield
-            finally:
-                self._outside = None
-
-    @contextlib.contextmanager
-    def _outside_paused(self) -> Iterator[None]:
-        """Run a captured graph, whose nodes have the device's kernels."""
-        if self._outside is None:
-            yield
-            return
-        before, self._outside.is_paused = self._outside.is_paused, True
-        try:
-            yield
-        finally:
-            self._outside.is_paused = before
 
     def warm_up(self, alignment_bytes: int = 1) -> tuple[int, Tracker]:
         """Capture, and bring the optimizer and the gradients to their steady state.
@@ -724,15 +657,6 @@ class FakeStep:
         for (name, p), state in zip(parameters.items(), states, strict=True):
             size, sizes = tracker.bytes_of(p), tuple(map(tracker.bytes_of, state))
             yield Parameter(name, size, size if id(p) in trained else 0, sum(sizes), state_tensors=sizes)
-
-
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype of the autocast that is active; None if there is none."""
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-
-
-def autocast_context(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
 
 
 def _execute_plainly(call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:

@@ -30,8 +30,8 @@ from remat.evaluation.plan import Plan
 from remat.execution.apply import apply, remove
 from remat.execution.second_step import CudaCounter
 from remat.host.weights import bring_weights_back, offload_weights, weights_on_host
-from remat.recording.fake_step import autocast_context
 from remat.recording.finish import Finish
+from remat.recording.step_contexts import autocast_context
 from remat.recording.tracker import Tracker
 from remat.workload.any_optimizer import AnyOptimizer
 from remat.workload.batches import on_device, tensors_of

@@ -32,7 +32,7 @@ def replay(
     """
     tracker = Tracker(alignment_bytes)
     calls = RewrittenCalls(
-        regions, recompute_context=step.recompute_context, offloads=offloads, copies=TrackedCopies(tracker)
+        regions, recompute_context=step.contexts.recomputation, offloads=offloads, copies=TrackedCopies(tracker)
     )
     with step.executing(calls):
         return track(step, tracker).alive(workspace_of)

@@ -1,7 +1,7 @@
 """Replay of plans whose regions are modules: the untraced step on fake tensors, as training will run it.
 
 Stricter than a replay of the traced graph: Python's local variables hold on to what the graph has let go. A target's
-kernels are put in by a function mode (`FakeStep.eager_context`), since there are no nodes to substitute.
+kernels are put in by a function mode (`StepContexts.kernels`), since there are no nodes to substitute.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def track_untraced(step: FakeStep, regions: Sequence[RegionRef], *, alignment_by
     """Track an untraced step under `regions`."""
     with step.untraced():
         installed = ModuleRegions(step.model, regions)
-        installed.recompute_context = lambda: _both(step.recompute_context, step.eager_context)
+        installed.recompute_context = lambda: _both(step.contexts.recomputation, step.contexts.kernels)
 
         def after_forward() -> None:
             installed.require_all_entered()
