@@ -572,6 +572,35 @@ def test_a_planned_graph_may_be_another_call_of_an_early_forward(
         trained(GIVEN_UP, given_up_plan, 1)
 
 
+class Replacing(Stack):
+    """Replaces its layers in its first forward and draws new weights for them, as BigBird does with short rows.
+
+    Dynamo breaks its graph there, in a loop, and gives up the whole function.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            if type(layer) is Half:
+                self.layers[i] = Normed(layer)
+            x = self.layers[i](x)
+        y: torch.Tensor = self.head(F.dropout(x, 0.5))
+        return y
+
+
+class Normed(Half):
+    def __init__(self, half: Half) -> None:
+        super().__init__()
+        self.up, self.down = half.up, half.down
+
+
+@pytest.mark.exhaustive
+def test_a_forward_is_traced_anew_once_its_model_has_replaced_a_layer() -> None:
+    plan = tight(work := workload(Replacing))
+    assert plan.about["early_graphs"] and "carried" not in plan.about
+    model = is_bitwise(work, plan, 4)
+    assert counts_of(model).regions == 3 * len(plan.regions)
+
+
 class GivenUpAndNoted(GivenUp):
     """Notes a number of each forward, which no other reads."""
 

@@ -42,12 +42,13 @@ class ModuleForward:
 
     settled  whether a training forward ran since the last forward outside training
     fits     whether a graph of it was the planned one
+    is_anew  whether it was traced anew since the model changed itself (`PlannedGraphs._trace_anew`)
     """
 
     def __init__(self, planned: StepForward, path: str, module: nn.Module):
         self.planned, self.path, self.module = planned, path, module
         self.replaced = ReplacedForward(module)
-        self.settled = self.fits = False
+        self.settled = self.fits = self.is_anew = False
 
     @property
     def original(self) -> Any:

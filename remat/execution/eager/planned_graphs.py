@@ -283,10 +283,11 @@ class PlannedGraphs(PlannedForward):
         if running.mismatch is None and not running.is_early:
             running.mismatch = self._judge.of_calls(running)
         if running.mismatch is not None and not self._takes_another_way(running):
-            graphs.forget()  # hooks of modules are not guarded: the trace would be taken again without them
-            self._forget_fitting()
-            try_again(None, (getattr(type(module), "forward", None) for module in self.model.modules()))
+            self._trace_anew(graphs)  # hooks of modules are not guarded: the trace would be taken again without them
             raise running.mismatch
+        if running.is_early and not running.at.is_anew and frames_traced() == traced:
+            running.at.is_anew = True  # once: its graphs stay, and are not the planned ones as long as they do
+            self._trace_anew(graphs)
         if running.mismatch is None and not running.is_early:
             self.main.apart[running.now.number].note_planned()
         if len(self._fitting) > known:
@@ -300,6 +301,12 @@ class PlannedGraphs(PlannedForward):
         self.loop.returned(result, given)
         self.forwards.returned(running.now, result)
         return result
+
+    def _trace_anew(self, graphs: GraphCalls) -> None:
+        """Trace the next forward anew, also code that Dynamo gave up because of what a first forward alone does."""
+        graphs.forget()
+        self._forget_fitting()
+        try_again(None, (getattr(type(module), "forward", None) for module in self.model.modules()))
 
     def _takes_another_way(self, running: RunningForward) -> bool:
         """Return whether a forward of another graph is one now and then, by a number that the model changes; report it.
