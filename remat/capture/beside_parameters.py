@@ -1,7 +1,8 @@
-"""Tensors beside a parameter: what a library keeps in attributes of it and needs for it to mean anything.
+"""Attributes of parameters and buffers: they are kept beside the numbers, and a forward may read them.
 
 bitsandbytes keeps the scales of a 4-bit weight so (`weight.quant_state`, an object that holds tensors and another such
-object). They are neither parameters nor buffers, take memory like those, and a fake of the weight needs fakes of them.
+object), mup the widths of a layer (`weight.infshape`), `nn.Buffer` whether it is saved, and people a mask or a gain. A
+fake of the weight needs them too. Tensors among them take memory as parameters do.
 """
 
 from __future__ import annotations
@@ -12,22 +13,29 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-HOLDERS = ("quant_state",)  # attributes of parameters that hold tensors
+HOLDERS = ("quant_state",)  # attributes of parameters that are objects which hold tensors
+
+
+def is_quantized(parameter: torch.Tensor) -> bool:
+    """Return whether a library keeps in an object beside `parameter` what it needs for it to mean anything."""
+    return any(hasattr(parameter, name) for name in HOLDERS)
 
 
 def tensors_beside(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors that attributes of `parameter` hold."""
-    for name in HOLDERS:
-        yield from _held(getattr(parameter, name, None))
-
-
-def carry_over(parameter: torch.Tensor, twin: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Copy the attributes of `parameter` to `twin`, with `make` applied to tensors in them."""
-    if not any(hasattr(parameter, name) for name in HOLDERS):
-        return
     for name, value in vars(parameter).items():
-        setattr(twin, name, _made_of(value, make) if name in HOLDERS else value)
+        if name in HOLDERS:
+            yield from _held(value)
+        else:
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def carry_over(tensor: torch.Tensor, twin: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Copy the attributes of `tensor` to `twin`, with `make` applied to tensors in them."""
+    for name, value in vars(tensor).items():
+        setattr(twin, name, _made_of(value, make) if name in HOLDERS else tree_map_only(torch.Tensor, make, value))
 
 
 def _held(value: Any) -> Iterator[torch.Tensor]:

@@ -71,8 +71,9 @@ def fake_model(
         if isinstance(tensor, FakeTensor):
             return tensor
         if id(tensor) not in fakes:
-            fakes[id(tensor)] = (tensor, _fake_like(tensor, mode, device))
-            note(fakes[id(tensor)][1], tensor)
+            fakes[id(tensor)] = (tensor, made := _fake_like(tensor, mode, device))
+            carry_over(tensor, made, fake)
+            note(made, tensor)
         return fakes[id(tensor)][1]
 
     if any(parameter.device.type != "meta" for parameter in model.parameters()):
@@ -147,6 +148,5 @@ def _fake_like(tensor: torch.Tensor, mode: Any, device: torch.device) -> torch.T
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
-        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        carry_over(tensor, fake, lambda beside: _fake_like(beside, mode, device))
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake

@@ -49,7 +49,7 @@ def copy_of_model(model: nn.Module, *, checkpoints: bool = True) -> nn.Module:
         for tensor in (*model.parameters(), *model.buffers()):
             bare = _on_meta(tensor)
             kept = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
-            carry_over(tensor, kept, _on_meta)
+            carry_over(tensor, kept, lambda beside: memo.setdefault(id(beside), _on_meta(beside)))
             for name in HOLDERS:  # which a library's layer may hold too
                 if hasattr(kept, name):
                     memo[id(getattr(tensor, name))] = getattr(kept, name)

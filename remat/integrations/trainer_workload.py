@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from remat.capture import trl_head
-from remat.capture.beside_parameters import tensors_beside
+from remat.capture.beside_parameters import is_quantized
 from remat.capture.generators import generators_kept
 from remat.errors import UsageError
 from remat.execution.accelerate_autocast import autocast_of
@@ -120,9 +120,7 @@ def _refuse(trainer: Any) -> None:
     _require_trainer(trainer)
     if trainer.model is None:
         raise UsageError("this Trainer has no model yet (model_init=); give it one, or plan with a Workload.")
-    if (reference := reference_of(trainer)) is not None and any(
-        any(True for _ in tensors_beside(p)) for p in reference.parameters()
-    ):
+    if (reference := reference_of(trainer)) is not None and any(map(is_quantized, reference.parameters())):
         raise UsageError(
             "this Trainer keeps a reference model in 4 bits beside its own (ref_model), which a plan cannot count: "
             "train adapters (peft_config=), whose reference is the same model without them."

@@ -622,7 +622,7 @@ class FakeStep:
     def fix_state(self, tracker: Tracker) -> dict[str, int]:
         """Tell `tracker` the tensors from before the step; return their bytes by category."""
         parameters = list(self.model.parameters())
-        beside = [list(tensors_beside(p)) for p in parameters]
+        beside = [list(tensors_beside(each)) for each in (*parameters, *self.model.buffers())]
         fixed = {
             "parameters": self._here_of(parameters, tracker) + tracker.fix(beside),
             "buffers": tracker.fix(list(self.model.buffers())),

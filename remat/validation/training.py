@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from remat._torch.training import clear_cublas_workspaces
+from remat.capture.beside_parameters import tensors_beside
 from remat.capture.causal_masks import causal_masks
 from remat.capture.dynamo import cache_builders
 from remat.capture.model_state import ModelState
@@ -276,6 +277,7 @@ class Training:
         kept = (
             [(p, p.grad) for p in self.model.parameters()],
             list(self.model.buffers()),
+            [list(tensors_beside(each)) for each in (*self.model.parameters(), *self.model.buffers())],
             tensors_of(self.batch),
             self.finish.state,
             self.finish.averages,
