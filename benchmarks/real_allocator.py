@@ -36,10 +36,11 @@ from remat.models import build
 from remat.planning.budget import Budget
 from remat.planning.profiling import fake_step, profile_step
 from remat.reservation.allocator_settings import AllocatorSettings
-from remat.reservation.caching_allocator import Block, CachingAllocator, Event, Levels, replayed
+from remat.reservation.caching_allocator import Block
 from remat.reservation.fragmentation import footprint
 from remat.solvers import load
 from remat.units import GIB, MIB
+from tests.limited_card import Event, Levels, LimitedCard, replayed
 from tests.studies import plan_profile
 
 HERE = Path(__file__).parent
@@ -64,7 +65,7 @@ STEPS = ("gpt2", "resnet50", "llama-1b")
 COLUMNS = ["trace", "settings", "card_mib", "traces", "events", "refused", "different"]
 
 
-class Recording(CachingAllocator):
+class Recording(LimitedCard):
     """A simulated allocator that keeps what happened to it, and what it answered."""
 
     def __init__(self, settings: AllocatorSettings):

@@ -15,8 +15,9 @@ from typing import Any
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Region
 from remat.reservation.allocator_settings import AllocatorSettings
-from remat.reservation.caching_allocator import Block, CachingAllocator, CardFull
+from remat.reservation.caching_allocator import Block
 from remat.reservation.fragmentation import footprint
+from tests.limited_card import CardFull, LimitedCard
 
 Stack = Sequence[tuple[str, int, str]]
 PLANNED: Stack = (
@@ -27,7 +28,7 @@ PLANNED: Stack = (
 UNPLANNED: Stack = (("/site-packages/torch/nn/functional.py", 7, "linear"), ("/home/me/train.py", 12, "step"))
 
 
-class Run(CachingAllocator):
+class Run(LimitedCard):
     """The allocator of a process that records its history.
 
     stack       of all requests from now on; empty where none are recorded
@@ -52,7 +53,7 @@ class Run(CachingAllocator):
         try:
             block = super().malloc(size_bytes)
         except CardFull:
-            self._event("oom", 0, size_bytes, device_free=(self.capacity_bytes or 0) - self.reserved_bytes)
+            self._event("oom", 0, size_bytes, device_free=self.capacity_bytes - self.reserved_bytes)
             raise
         if self.reserved_bytes > before:
             self._event("segment_alloc", block.address, self.reserved_bytes - before)

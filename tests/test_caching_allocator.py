@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from remat.errors import UsageError
 from remat.reservation.allocator_settings import AllocatorSettings
-from remat.reservation.caching_allocator import Block, CachingAllocator, CardFull, Event, Levels, replayed
+from remat.reservation.caching_allocator import Block, CachingAllocator
 from remat.units import GIB, KIB, MIB
+from tests.limited_card import CardFull, Event, Levels, LimitedCard, replayed
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 RECORDED = json.loads(gzip.decompress((Path(__file__).parent / "allocator_traces.json.gz").read_bytes()))
@@ -134,7 +135,7 @@ def test_blocks_above_the_largest_split_size_serve_only_their_like() -> None:
 
 
 def test_a_full_card_gives_cached_segments_back_before_it_refuses() -> None:
-    allocator = CachingAllocator(capacity_bytes=100 * MIB)
+    allocator = LimitedCard(capacity_bytes=100 * MIB)
     first = allocator.malloc(60 * MIB)
     allocator.free(first)
     held = allocator.malloc(80 * MIB)  # 60 + 80 > 100: the cached 60 go
@@ -274,7 +275,7 @@ def _rows(allocator: CachingAllocator, held: list[Block]) -> list[list[Block]]:
 
 @given(traces(), st.sampled_from([AllocatorSettings(), EXPANDABLE, AllocatorSettings(max_split_size_bytes=30 * MIB)]))
 def test_what_must_hold(events: list[Event], settings: AllocatorSettings) -> None:
-    allocator, held = CachingAllocator(settings, capacity_bytes=GIB), dict[int, Block]()
+    allocator, held = LimitedCard(settings, capacity_bytes=GIB), dict[int, Block]()
     for event in events:
         if event[0] == "m":
             held[event[1]] = allocator.malloc(event[2])

@@ -22,9 +22,9 @@ from remat.errors import UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Plan, Region
 from remat.execution.regions_in_graph import require_regions_in
-from remat.reservation.caching_allocator import CardFull
 from remat.units import GIB, MIB
 from tests.command_line import MODEL, Ran, Remat
+from tests.limited_card import CardFull
 from tests.snapshots import PLANNED, UNPLANNED, Run, trained
 
 STEP = ("--model", "model.py:stack", "--target", "h100-80gb", "--optimizer", "adamw:fused")

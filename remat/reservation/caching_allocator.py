@@ -23,8 +23,8 @@ Rule 5  A freed block merges with free neighbours of its segment.
 Rule 6  Expandable segments: one segment for each pool, as long as the address space, into which pages of 2 MiB (small)
         or 20 MiB (large) are mapped at the lowest address where the request then fits. Among free blocks that fit, one
         at the end counts as large as it could grow.
-Rule 7  A card that has nothing more to give is asked again after enough blocks above `max_split_size` were given back,
-        and then after everything that is free as a whole was: segments, pages of expandable segments.
+
+The card gives whatever is asked for. `tests/limited_card.py` adds the rule of a card that is full.
 
 Held to the allocator itself: `benchmarks/real_allocator.py` drives libc10_cuda.so of a CUDA build, with a stand-in for
 the card, and compares all counts after every event. `garbage_collection_threshold` is left out: it acts only where a
@@ -34,8 +34,6 @@ process limits itself to a fraction of the card.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
-from typing import Literal, NamedTuple
 
 from remat.reservation.allocator_settings import SMALLEST_BLOCK, AllocatorSettings
 from remat.units import MIB
@@ -44,22 +42,7 @@ SMALL_REQUEST = MIB  # the largest
 SMALL_SEGMENT = 2 * MIB
 LARGE_REQUEST = 10 * MIB  # the smallest that gets a segment of its own size
 SEGMENT_ROUNDING = 2 * MIB
-ADDRESSES = 1 << 46  # bytes of an expandable segment where no capacity limits it
-
-
-Event = tuple[Literal["m"], int, int] | tuple[Literal["f"], int] | tuple[Literal["e"]]
-
-
-class Levels(NamedTuple):
-    """Bytes at one moment."""
-
-    requested: int
-    allocated: int
-    reserved: int
-
-
-class CardFull(MemoryError):
-    """The card has no room for a request, even after everything cached was given back."""
+ADDRESSES = 1 << 46  # bytes of an expandable segment
 
 
 class Block:
@@ -71,7 +54,7 @@ class Block:
 
     __slots__ = ("address", "begin", "free", "mapped", "next", "pool", "previous", "requested", "size")
 
-    def __init__(self, address: int, size: int, pool: _Pool, begin: int | None = None, *, mapped: bool = True):
+    def __init__(self, address: int, size: int, pool: Pool, begin: int | None = None, *, mapped: bool = True):
         self.address, self.size, self.pool = address, size, pool
         self.begin, self.mapped = begin, mapped
         self.free, self.requested = True, 0
@@ -90,7 +73,7 @@ class Block:
         return self.size + (after.size if after is not None and not after.mapped else 0)
 
 
-class _Pool:
+class Pool:
     """Free blocks of one kind, by (size, address), and the unmapped ends of expandable segments, by address."""
 
     def __init__(self, *, small: bool):
@@ -115,22 +98,20 @@ class CachingAllocator:
     """The allocator of one card.
 
     requested_bytes, allocated_bytes, reserved_bytes  present counts; with `peak_` the maximum so far
-    retries  number of requests for which cached memory had to be given back
-
-    capacity_bytes  bytes that the card can give, None without limit
+    addresses  bytes of an expandable segment
     """
 
-    def __init__(self, settings: AllocatorSettings | None = None, capacity_bytes: int | None = None):
+    addresses = ADDRESSES
+
+    def __init__(self, settings: AllocatorSettings | None = None):
         self.settings = settings or AllocatorSettings()
-        self.capacity_bytes = capacity_bytes
         self.requested_bytes = self.allocated_bytes = self.reserved_bytes = 0
         self.peak_requested_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self.retries = 0
-        self._small, self._large = _Pool(small=True), _Pool(small=False)
+        self._small, self._large = Pool(small=True), Pool(small=False)
         self._next_address = SEGMENT_ROUNDING
 
     def malloc(self, size_bytes: int) -> Block:
-        """Allocate a block for a request of `size_bytes` > 0. Raises CardFull."""
+        """Allocate a block for a request of `size_bytes` > 0."""
         size = self.settings.rounded(size_bytes)
         pool = self._small if size <= SMALL_REQUEST else self._large
         block = self._best_fit(pool, size) or self._from_card(pool, size)
@@ -153,19 +134,6 @@ class CachingAllocator:
         self._merge(block)
         block.pool.add(block)
 
-    def empty_cache(self) -> None:
-        """Give entirely free segments back to the card. (Rule 7)"""
-        for pool in (self._large, self._small):
-            for _, _, block in list(pool.free):
-                if block.begin is not None:
-                    self._unmap(block)
-                elif block.whole:
-                    self._release(block)
-
-    @property
-    def counts(self) -> Levels:
-        return Levels(self.requested_bytes, self.allocated_bytes, self.reserved_bytes)
-
     def reset_peaks(self) -> None:
         """Count peaks from now on."""
         self.peak_requested_bytes = self.requested_bytes
@@ -174,7 +142,7 @@ class CachingAllocator:
 
     # Finding a block (Rule 2)
 
-    def _best_fit(self, pool: _Pool, size: int) -> Block | None:
+    def _best_fit(self, pool: Pool, size: int) -> Block | None:
         free, most = pool.free, self.settings.max_split_size_bytes
         at = bisect.bisect_left(free, (size,))
         if at == len(free):
@@ -227,80 +195,47 @@ class CachingAllocator:
             if block.next is not None:
                 block.next.previous = block
 
-    # The card (Rules 4, 6 and 7)
+    # The card (Rules 4 and 6)
 
-    def _from_card(self, pool: _Pool, size: int) -> Block:
-        get = self._expanded if self.settings.expandable_segments else self._new_segment
-        block = get(pool, size)
-        if block is None and self._gave_back_enough(pool, size):
-            block = get(pool, size)
-        if block is None:
-            self.empty_cache()
-            self.retries += 1
-            block = get(pool, size)
-        if block is None:
-            raise CardFull(
-                f"{size} bytes more do not fit beside the {self.reserved_bytes} reserved of {self.capacity_bytes}"
-            )
-        return block
+    def _from_card(self, pool: Pool, size: int) -> Block:
+        return self._expanded(pool, size) if self.settings.expandable_segments else self._new_segment(pool, size)
 
-    def _reserve(self, size: int) -> bool:
-        if self.capacity_bytes is not None and self.reserved_bytes + size > self.capacity_bytes:
-            return False
+    def _reserve(self, size: int) -> None:
         self.reserved_bytes += size
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        return True
 
-    def _new_segment(self, pool: _Pool, size: int) -> Block | None:
+    def _new_segment(self, pool: Pool, size: int) -> Block:
         if pool.small:
             whole = SMALL_SEGMENT
         elif size < LARGE_REQUEST:
             whole = self.settings.large_segment_bytes
         else:
-            whole = _rounded_up(size, SEGMENT_ROUNDING)
-        return Block(self._addresses(whole), whole, pool) if self._reserve(whole) else None
+            whole = rounded_up(size, SEGMENT_ROUNDING)
+        self._reserve(whole)
+        return Block(self._addresses(whole), whole, pool)
 
     def _addresses(self, size: int) -> int:
         address = self._next_address
-        self._next_address += _rounded_up(size, SEGMENT_ROUNDING)
+        self._next_address += rounded_up(size, SEGMENT_ROUNDING)
         return address
 
-    def _release(self, block: Block) -> None:
-        block.pool.take_out(block)
-        self.reserved_bytes -= block.size
-
-    def _gave_back_enough(self, pool: _Pool, size: int) -> bool:
-        """Give back blocks above `max_split_size`: one that is large enough, or else several, the largest first."""
-        most = self.settings.max_split_size_bytes
-        if most is None:
-            return False
-        wanted = max(size, most)
-        segments = [entry for entry in pool.free if entry[2].begin is None and entry[0] >= most]
-        given = 0
-        for size_bytes, _, block in segments[bisect.bisect_left(segments, (wanted,)) :][:1] or reversed(segments):
-            if given < wanted:
-                given += size_bytes
-                self._release(block)
-        return given >= wanted
-
-    def _page(self, pool: _Pool) -> int:
+    def _page(self, pool: Pool) -> int:
         return SMALL_SEGMENT if pool.small else self.settings.large_segment_bytes
 
-    def _expanded(self, pool: _Pool, size: int) -> Block | None:
+    def _expanded(self, pool: Pool, size: int) -> Block:
         """Return a free block of at least `size` at the lowest possible address. (Rule 6)"""
         block = self._expandable(pool, size)
-        if not block.mapped and not self._map(block, min(block.size, size)):
-            return None
+        if not block.mapped:
+            self._map(block, min(block.size, size))
         while block.size < size:
             after = block.next
             assert after is not None
-            if not self._map(after, min(size - block.size, after.size)):
-                return None
+            self._map(after, min(size - block.size, after.size))
             block = after
         pool.take_out(block)
         return block
 
-    def _expandable(self, pool: _Pool, size: int) -> Block:
+    def _expandable(self, pool: Pool, size: int) -> Block:
         """Find adjacent free and unmapped blocks with room for `size`; a new segment if there are none."""
         for _, start in pool.unmapped:
             before = start.previous
@@ -311,19 +246,17 @@ class CachingAllocator:
                 room, walk = room + walk.size, walk.next
             if room >= size:
                 return found
-        whole = ADDRESSES if self.capacity_bytes is None else self.capacity_bytes + self.capacity_bytes // 8
-        whole = _rounded_up(whole, self._page(pool))
+        whole = rounded_up(self.addresses, self._page(pool))
         begin = self._addresses(whole)
         new = Block(begin, whole, pool, begin, mapped=False)
         pool.add(new)
         return new
 
-    def _map(self, block: Block, size: int) -> bool:
+    def _map(self, block: Block, size: int) -> None:
         """Put memory behind the first `size` bytes, whole pages, of an unmapped block."""
         pool = block.pool
-        size = min(_rounded_up(size, self._page(pool)), block.size)
-        if not self._reserve(size):
-            return False
+        size = min(rounded_up(size, self._page(pool)), block.size)
+        self._reserve(size)
         pool.take_out(block)
         if size < block.size:
             rest = Block(block.address + size, block.size - size, pool, block.begin, mapped=False)
@@ -333,57 +266,7 @@ class CachingAllocator:
         block.mapped = True
         self._merge(block)
         pool.add(block)
-        return True
-
-    def _unmap(self, block: Block) -> None:
-        """Give back the whole pages of a free block."""
-        pool, page, base = block.pool, self._page(block.pool), block.begin
-        assert base is not None
-        begin = base + _rounded_up(block.address - base, page)
-        end = base + (block.address + block.size - base) // page * page
-        if begin >= end:
-            return
-        pool.take_out(block)
-        if before_size := begin - block.address:
-            before = Block(block.address, before_size, pool, block.begin)
-            before.previous, before.next = block.previous, block
-            if block.previous is not None:
-                block.previous.next = before
-            block.previous = before
-            pool.add(before)
-        if after_size := block.address + block.size - end:
-            after = Block(end, after_size, pool, block.begin)
-            self._insert_after(block, after)
-            pool.add(after)
-        block.address, block.size, block.mapped = begin, end - begin, False
-        self._merge(block)
-        self.reserved_bytes -= end - begin
-        if not block.whole:  # otherwise the segment goes
-            pool.add(block)
 
 
-def replayed(
-    events: Iterable[Event], settings: AllocatorSettings | None = None, capacity_bytes: int | None = None
-) -> list[Levels | None]:
-    """Return the counts after every event: ("m", id, bytes) requests, ("f", id) releases, ("e",) empties the cache.
-
-    The count is None if a request is refused; its release then does nothing.
-    """
-    allocator, held, found = CachingAllocator(settings, capacity_bytes), dict[int, Block](), list[Levels | None]()
-    for event in events:
-        try:
-            if event[0] == "m":
-                held[event[1]] = allocator.malloc(event[2])
-            elif event[0] == "f":
-                if (block := held.pop(event[1], None)) is not None:
-                    allocator.free(block)
-            else:
-                allocator.empty_cache()
-            found.append(allocator.counts)
-        except CardFull:
-            found.append(None)
-    return found
-
-
-def _rounded_up(size: int, multiple: int) -> int:
+def rounded_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
