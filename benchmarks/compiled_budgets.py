@@ -36,6 +36,7 @@ from remat.compiled.promise import CompiledStep
 from remat.compiled.search import Search
 from remat.costing.device_allocator import measure_peak, time_once_us
 from remat.models import bert, convnext, gpt2, llama, resnet, swin, t5, vit
+from remat.models.common import text_model
 from remat.recording.step_contexts import autocast_context
 from remat.units import MIB, parse_bytes
 from remat.workload.workload import Workload
@@ -45,28 +46,34 @@ IS_LARGE = HERE.type == "cuda"
 ON_CARD = "CARD_HOME" in os.environ
 NAME = "compiled_budgets_without_a_gpu" if ON_CARD else "compiled_budgets"
 _LAYERS = 4 if IS_LARGE else 2
-_TEXT: dict[str, Any] = {"layers": _LAYERS}
-_TEXT |= {"width": 768, "heads": 12, "batch_size": 8} if IS_LARGE else {"width": 128, "heads": 4, "batch_size": 8}
+_WIDTH, _HEADS, _SAMPLES = (768, 12, 8) if IS_LARGE else (128, 4, 8)
+_LAYERED: dict[str, Any] = {"hidden_size": _WIDTH, "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS}
+_GPT2: dict[str, Any] = {"n_embd": _WIDTH, "n_layer": _LAYERS, "n_head": _HEADS}
+_T5: dict[str, Any] = {"d_model": _WIDTH, "num_layers": _LAYERS, "num_heads": _HEADS}
 _LENGTH, _VOCAB = (1024, 32128) if IS_LARGE else (128, 512)
-_LLAMA: dict[str, Any] = {"kv_heads": 4 if IS_LARGE else 2, "mlp": 3 * _TEXT["width"], "tied": True}
+_TEXT: dict[str, Any] = {"max_position_embeddings": _LENGTH, "vocab_size": _VOCAB}
+_LLAMA: dict[str, Any] = {**llama.SHAPE, **_LAYERED, **_TEXT, "num_key_value_heads": 4 if IS_LARGE else 2}
+_LLAMA |= {"intermediate_size": 3 * _WIDTH, "tie_word_embeddings": True}
 _IMAGES: dict[str, Any] = {"batch_size": 64, "image_size": 224, "labels": 1000}
 if not IS_LARGE:
     _IMAGES = {"batch_size": 16, "image_size": 64, "labels": 10}
 _STEM = 64 if IS_LARGE else 32
 FAMILIES: dict[str, Callable[[], Workload]] = {
-    "gpt2": lambda: gpt2.workload("gpt2", positions=_LENGTH, vocab=_VOCAB, **_TEXT),
-    "llama": lambda: llama.workload("llama", positions=_LENGTH, seq_len=_LENGTH, vocab=_VOCAB, **_LLAMA, **_TEXT),
-    "bert": lambda: bert.workload("bert", positions=_LENGTH, vocab=_VOCAB, **_TEXT),
-    "t5": lambda: t5.workload("t5", seq_len=_LENGTH, vocab=_VOCAB, **_TEXT),
-    "vit": lambda: vit.workload("vit", width=_TEXT["width"], layers=_LAYERS, heads=_TEXT["heads"], **_IMAGES),
-    "resnet": lambda: resnet.workload("resnet", stem=_STEM, widths=(4 * _STEM, 8 * _STEM), depths=(2, 2), **_IMAGES),
-    "convnext": lambda: convnext.workload(
-        "convnext", widths=(_STEM, 2 * _STEM, 4 * _STEM, 8 * _STEM), depths=(1, 1, 2, 1), **_IMAGES
+    "gpt2": lambda: gpt2.workload("gpt2", batch_size=_SAMPLES, n_positions=_LENGTH, vocab_size=_VOCAB, **_GPT2),
+    "llama": lambda: text_model("llama", "Llama", _LLAMA, batch_size=_SAMPLES, seq_len=_LENGTH),
+    "bert": lambda: bert.workload("bert", batch_size=_SAMPLES, **_TEXT, **_LAYERED),
+    "t5": lambda: t5.workload("t5", batch_size=_SAMPLES, seq_len=_LENGTH, vocab_size=_VOCAB, **_T5),
+    "vit": lambda: vit.workload("vit", **_LAYERED, **_IMAGES),
+    "resnet": lambda: resnet.workload(
+        "resnet", embedding_size=_STEM, hidden_sizes=(4 * _STEM, 8 * _STEM), depths=(2, 2), **_IMAGES
     ),
-    "swin": lambda: swin.workload("swin", width=_STEM, depths=(2, 2), heads=(2, 4), window=7, **_IMAGES),
+    "convnext": lambda: convnext.workload(
+        "convnext", hidden_sizes=(_STEM, 2 * _STEM, 4 * _STEM, 8 * _STEM), depths=(1, 1, 2, 1), **_IMAGES
+    ),
+    "swin": lambda: swin.workload("swin", embed_dim=_STEM, depths=(2, 2), num_heads=(2, 4), window_size=7, **_IMAGES),
 }
 WHOLE: dict[str, Callable[[], Workload]] = {
-    "gpt2_124m": lambda: gpt2.workload("gpt2", batch_size=24, width=768, layers=12, heads=12),
+    "gpt2_124m": lambda: gpt2.workload("gpt2", batch_size=24, n_embd=768, n_layer=12, n_head=12),
 }
 SHARES = (0.8, 0.6, 0.45, 0.3)
 REPEATS = 5

@@ -36,7 +36,7 @@ COLUMNS = [
 
 
 def main() -> None:
-    small = gpt2.workload("gpt2-curve", width=64, layers=4, heads=4, batch_size=4, positions=64, vocab=512)
+    small = gpt2.workload("gpt2-curve", n_embd=64, n_layer=4, n_head=4, batch_size=4, n_positions=64, vocab_size=512)
     workload = small.with_dtype("fp32")
     untouched, without = trained(workload, None)
     rows: list[dict[str, Any]] = []

@@ -32,6 +32,7 @@ from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
 from remat.formulation.solution import Limits
 from remat.models import gpt2, llama
+from remat.models.common import text_model
 from remat.planning.assemble import assemble
 from remat.planning.budget import Budget
 from remat.planning.profiling import fake_step, profile_step
@@ -68,13 +69,15 @@ def main(*names: str) -> None:
 
 
 def _gpt2() -> Workload:
-    shape = {"width": WIDTH, "layers": LAYERS, "heads": 4, "batch_size": SAMPLES, "positions": LENGTH, "vocab": VOCAB}
-    return gpt2.workload("gpt2", **shape)
+    shape = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "n_positions": LENGTH, "vocab_size": VOCAB}
+    return gpt2.workload("gpt2", **shape, batch_size=SAMPLES)
 
 
 def _llama() -> Workload:
-    shape = {"width": WIDTH, "layers": LAYERS, "heads": 4, "kv_heads": 2, "mlp": 704, "batch_size": SAMPLES}
-    return llama.workload("llama", **shape, tied=True, seq_len=LENGTH, positions=LENGTH, vocab=VOCAB)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "intermediate_size": 704, **heads}
+    ends = {"max_position_embeddings": LENGTH, "vocab_size": VOCAB, "tie_word_embeddings": True}
+    return text_model("llama", "Llama", {**llama.SHAPE, **sizes, **ends}, batch_size=SAMPLES, seq_len=LENGTH)
 
 
 class Contest:

@@ -118,13 +118,18 @@ def environment(name: str, *layers: Path) -> Path:
 def workloads() -> dict[str, Callable[[], Workload]]:
     """The ready-made models at a size that takes no time; deep ones keep several layers."""
     from remat.models import TEST_SIZES, gpt2, llama
+    from remat.models.common import text_model
 
     def gpt(name: str, layers: int) -> Workload:
-        return gpt2.workload(name, width=64, layers=layers, heads=4, positions=LENGTH, vocab=512, batch_size=BATCH)
+        return gpt2.workload(
+            name, n_embd=64, n_layer=layers, n_head=4, n_positions=LENGTH, vocab_size=512, batch_size=BATCH
+        )
 
     def llama_8b() -> Workload:
-        sizes = {"width": 64, "layers": 8, "heads": 8, "kv_heads": 2, "mlp": 128, "vocab": 512}
-        return llama.workload("llama-8b", **sizes, tied=False, batch_size=BATCH, seq_len=LENGTH)
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+        sizes = {"hidden_size": 64, "num_hidden_layers": 8, "intermediate_size": 128, "vocab_size": 512, **heads}
+        shape = {**llama.SHAPE, **sizes, "tie_word_embeddings": False}
+        return text_model("llama-8b", "Llama", shape, batch_size=BATCH, seq_len=LENGTH)
 
     def small(make: Callable[[], Workload]) -> Callable[[], Workload]:
         return lambda: (found := make()).sized(BATCH, LENGTH if found.seq_len else None)

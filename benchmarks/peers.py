@@ -81,7 +81,7 @@ def main(backend: str = "inductor", repeats: int | str = 3, *ratios: str) -> Non
 def _workload(device: torch.device) -> Workload:
     if device.type == "cuda":
         return build("gpt2")
-    small = gpt2.workload("gpt2-peers", width=128, layers=4, heads=4, batch_size=4, positions=256, vocab=512)
+    small = gpt2.workload("gpt2-peers", n_embd=128, n_layer=4, n_head=4, batch_size=4, n_positions=256, vocab_size=512)
     return small.with_dtype("fp32")
 
 

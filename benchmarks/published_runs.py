@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from remat.models import llama, resnet
-from remat.models.common import transformers
+from remat.models.common import text_model, transformers
 from remat.workload.target import TARGETS, Target
 from remat.workload.workload import Workload
 
@@ -174,18 +174,17 @@ def _llama(
     fused_norms: bool = False,
 ) -> Workload:
     """Llama 2, or 3 by its vocabulary, with weights in bf16; `fused_norms`: each RMS norm is one kernel."""
-    base = llama.workload(
-        f"llama-{width}x{layers}",
-        width=width,
-        layers=layers,
-        heads=heads[0],
-        kv_heads=heads[1],
-        mlp=mlp,
-        tied=False,
-        vocab=vocab,
-        batch_size=batch_size,
-        seq_len=length,
-    )
+    shape = {
+        **llama.SHAPE,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "intermediate_size": mlp,
+        "tie_word_embeddings": False,
+        "vocab_size": vocab,
+    }
+    base = text_model(f"llama-{width}x{layers}", "Llama", shape, batch_size=batch_size, seq_len=length)
 
     def build() -> nn.Module:
         model = base.build()
@@ -253,8 +252,8 @@ def _images(workload: Workload, batch_size: int, autocast: torch.dtype | None, *
 def _resnet101() -> Workload:
     return resnet.workload(
         "resnet101",
-        stem=64,
-        widths=(256, 512, 1024, 2048),
+        embedding_size=64,
+        hidden_sizes=(256, 512, 1024, 2048),
         depths=(3, 4, 23, 3),
         batch_size=256,
         image_size=224,

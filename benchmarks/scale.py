@@ -49,7 +49,7 @@ def main(*layers: str) -> None:
 
 def gpt3(layers: int) -> Workload:
     """GPT-3 175B's layers at batch 16, so that activations bind."""
-    dense = gpt2.workload("gpt3", width=12288, layers=layers, heads=96, positions=2048, batch_size=16)
+    dense = gpt2.workload("gpt3", n_embd=12288, n_layer=layers, n_head=96, n_positions=2048, batch_size=16)
     return dense.with_dtype("bf16")
 
 

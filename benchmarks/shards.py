@@ -22,16 +22,18 @@ FORMS |= {"DDP": "--ddp --ranks 8"}
 
 
 def gpt2() -> Workload:
-    return gpts.workload("gpt2-6", width=768, layers=6, heads=12, batch_size=16, vocab=VOCAB)
+    return gpts.workload("gpt2-6", n_embd=768, n_layer=6, n_head=12, batch_size=16, vocab_size=VOCAB)
 
 
 def llama() -> Workload:
-    sizes = {"width": 2048, "heads": 32, "kv_heads": 8, "mlp": 8192, "batch_size": 4, "seq_len": 2048}
-    return llamas.workload("llama-4", layers=4, tied=True, vocab=VOCAB, **sizes)
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 4, "intermediate_size": 8192, "vocab_size": VOCAB}
+    shape = {**llamas.SHAPE, **sizes, "tie_word_embeddings": True}
+    return text_model("llama-4", "Llama", shape, batch_size=4, seq_len=2048)
 
 
 def bert() -> Workload:
-    return berts.workload("bert-6", width=1024, layers=6, heads=16, batch_size=32, vocab=VOCAB)
+    layers = {"hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 16}
+    return berts.workload("bert-6", **layers, batch_size=32, vocab_size=VOCAB)
 
 
 def qwen3_moe() -> Workload:

@@ -6,36 +6,25 @@ either way, and memory and time are the same.
 
 from __future__ import annotations
 
+from typing import Any
+
 from remat.models.common import text_model
 from remat.workload.workload import Workload
 
 
-def workload(
-    name: str,
-    *,
-    width: int,
-    layers: int,
-    heads: int,
-    batch_size: int,
-    positions: int = 512,
-    vocab: int = 30522,
-) -> Workload:
-    shape = {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * width,
-        "max_position_embeddings": positions,
-        "vocab_size": vocab,
-        "hidden_dropout_prob": 0.1,
-        "attention_probs_dropout_prob": 0.1,
-    }
-    return text_model(name, "Bert", shape, model="BertForMaskedLM", batch_size=batch_size, seq_len=positions)
+def workload(name: str, *, batch_size: int, **shape: Any) -> Workload:
+    """Make a workload of `shape` and Bert's own sizes, trained on sequences as long as its positions."""
+    own = {"max_position_embeddings": 512, "vocab_size": 30522, "intermediate_size": 4 * shape["hidden_size"]}
+    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    made = {**own, **dropout, **shape}
+    length = made["max_position_embeddings"]
+    return text_model(name, "Bert", made, model="BertForMaskedLM", batch_size=batch_size, seq_len=length)
 
 
 def bert_large() -> Workload:
-    return workload("bert-large", width=1024, layers=24, heads=16, batch_size=32)
+    return workload("bert-large", hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, batch_size=32)
 
 
 def small() -> Workload:
-    return workload("bert-test", width=128, layers=6, heads=4, batch_size=8, positions=256, vocab=1024)
+    layers = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4}
+    return workload("bert-test", **layers, max_position_embeddings=256, vocab_size=1024, batch_size=8)

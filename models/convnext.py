@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from remat.models.common import image_model
 from remat.workload.workload import Workload
 
 
-def workload(
-    name: str,
-    *,
-    widths: tuple[int, ...],
-    depths: tuple[int, ...],
-    batch_size: int,
-    image_size: int,
-    labels: int,
-) -> Workload:
-    shape = {
-        "hidden_sizes": widths,
-        "depths": depths,
-        "image_size": image_size,
-        "drop_path_rate": 0.1,
-    }
+def workload(name: str, *, batch_size: int, image_size: int, labels: int, **shape: Any) -> Workload:
+    shape |= {"image_size": image_size, "drop_path_rate": 0.1}
     return image_model(
         name, "ConvNextV2", shape, image_size=image_size, stride=32, labels=labels, batch_size=batch_size
     )
 
 
 def convnextv2_base(image_size: int = 224) -> Workload:
-    return workload(
-        "convnextv2-base",
-        widths=(128, 256, 512, 1024),
-        depths=(3, 3, 27, 3),
-        batch_size=128,
-        image_size=image_size,
-        labels=1000,
-    )
+    shape = {"hidden_sizes": (128, 256, 512, 1024), "depths": (3, 3, 27, 3)}
+    return workload("convnextv2-base", **shape, image_size=image_size, labels=1000, batch_size=128)
 
 
 def small() -> Workload:
-    return workload(
-        "convnextv2-test",
-        widths=(32, 64, 128, 256),
-        depths=(2, 2, 2, 2),
-        batch_size=44,
-        image_size=128,
-        labels=10,
-    )
+    shape = {"hidden_sizes": (32, 64, 128, 256), "depths": (2, 2, 2, 2)}
+    return workload("convnextv2-test", **shape, image_size=128, labels=10, batch_size=44)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import nn
 
@@ -10,56 +11,38 @@ from remat.models.common import text_model
 from remat.workload.workload import Workload
 
 
-def workload(
-    name: str,
-    *,
-    width: int,
-    layers: int,
-    heads: int,
-    batch_size: int,
-    positions: int = 1024,
-    vocab: int = 50257,
-) -> Workload:
-    """Make a workload of the GPT-2 class, trained on sequences as long as its positions."""
-    shape = {
-        "n_embd": width,
-        "n_layer": layers,
-        "n_head": heads,
-        "n_positions": positions,
-        "vocab_size": vocab,
-        "bos_token_id": vocab - 1,
-        "eos_token_id": vocab - 1,
-        "resid_pdrop": 0.1,
-        "embd_pdrop": 0.1,
-        "attn_pdrop": 0.1,
-    }
-    made = text_model(name, "GPT2", shape, model="GPT2LMHeadModel", batch_size=batch_size, seq_len=positions)
+def workload(name: str, *, batch_size: int, **shape: Any) -> Workload:
+    """Make a workload of the GPT-2 class with `shape`, trained on sequences as long as its positions."""
+    made = {"n_positions": 1024, "vocab_size": 50257, **shape}
+    length, last = made["n_positions"], made["vocab_size"] - 1
+    made |= {"bos_token_id": last, "eos_token_id": last, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+    gpt = text_model(name, "GPT2", made, model="GPT2LMHeadModel", batch_size=batch_size, seq_len=length)
 
     def build() -> nn.Module:
-        model = made.build()
+        model = gpt.build()
         # The library reads the loss off the class's name, and this name does not tell: it would warn inside
         # the first forward, and logging breaks a captured graph in two.
         model.loss_type = "ForCausalLM"  # type: ignore[assignment]
         return model
 
-    return dataclasses.replace(made, build=build)
+    return dataclasses.replace(gpt, build=build)
 
 
 def gpt2() -> Workload:
-    return workload("gpt2", width=768, layers=12, heads=12, batch_size=24)
+    return workload("gpt2", n_embd=768, n_layer=12, n_head=12, batch_size=24)
 
 
 def gpt2_medium() -> Workload:
-    return workload("gpt2-medium", width=1024, layers=24, heads=16, batch_size=16)
+    return workload("gpt2-medium", n_embd=1024, n_layer=24, n_head=16, batch_size=16)
 
 
 def gpt2_large() -> Workload:
-    return workload("gpt2-large", width=1280, layers=36, heads=20, batch_size=8)
+    return workload("gpt2-large", n_embd=1280, n_layer=36, n_head=20, batch_size=8)
 
 
 def gpt2_xl() -> Workload:
-    return workload("gpt2-xl", width=1600, layers=48, heads=25, batch_size=4)
+    return workload("gpt2-xl", n_embd=1600, n_layer=48, n_head=25, batch_size=4)
 
 
 def small() -> Workload:
-    return workload("gpt2-test", width=128, layers=6, heads=4, batch_size=8, positions=256, vocab=1024)
+    return workload("gpt2-test", n_embd=128, n_layer=6, n_head=4, batch_size=8, n_positions=256, vocab_size=1024)

@@ -10,5 +10,5 @@ from remat.workload.workload import Workload
 
 
 def gpt3_175b() -> Workload:
-    dense = gpt2.workload("gpt3-175b", width=12288, layers=96, heads=96, positions=2048, batch_size=1)
+    dense = gpt2.workload("gpt3-175b", n_embd=12288, n_layer=96, n_head=96, n_positions=2048, batch_size=1)
     return dense.with_dtype("bf16")

@@ -6,35 +6,20 @@ The sequence length is the encoder's. The decoder gets a quarter of it: span cor
 
 from __future__ import annotations
 
+from typing import Any
+
 from remat.models.common import text_model
 from remat.workload.workload import Workload
 
 
-def workload(
-    name: str,
-    *,
-    width: int,
-    layers: int,
-    heads: int,
-    batch_size: int,
-    seq_len: int,
-    vocab: int = 32128,
-) -> Workload:
-    """Make a workload of an encoder and a decoder of `layers` layers each."""
-    shape = {
-        "d_model": width,
-        "d_kv": width // heads,
-        "d_ff": 4 * width,
-        "num_layers": layers,
-        "num_heads": heads,
-        "vocab_size": vocab,
-        "dropout_rate": 0.1,
-        "decoder_start_token_id": 0,
-    }
+def workload(name: str, *, batch_size: int, seq_len: int, **shape: Any) -> Workload:
+    """Make a workload of an encoder and a decoder of `num_layers` layers each."""
+    width = shape["d_model"]
+    own = {"vocab_size": 32128, "d_kv": width // shape["num_heads"], "d_ff": 4 * width}
     return text_model(
         name,
         "T5",
-        shape,
+        {**own, "dropout_rate": 0.1, "decoder_start_token_id": 0, **shape},
         model="T5ForConditionalGeneration",
         batch_size=batch_size,
         seq_len=seq_len,
@@ -43,8 +28,8 @@ def workload(
 
 
 def t5_base() -> Workload:
-    return workload("t5-base", width=768, layers=12, heads=12, batch_size=32, seq_len=512)
+    return workload("t5-base", d_model=768, num_layers=12, num_heads=12, batch_size=32, seq_len=512)
 
 
 def small() -> Workload:
-    return workload("t5-test", width=128, layers=4, heads=4, batch_size=8, seq_len=256, vocab=1024)
+    return workload("t5-test", d_model=128, num_layers=4, num_heads=4, batch_size=8, seq_len=256, vocab_size=1024)

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from remat.models.common import image_model
 from remat.workload.workload import Workload
 
 PATCH = 16
 
 
-def workload(
-    name: str, *, width: int, layers: int, heads: int, batch_size: int, image_size: int, labels: int
-) -> Workload:
-    shape = {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * width,
-        "image_size": image_size,
-        "patch_size": PATCH,
-        "hidden_dropout_prob": 0.1,
-        "attn_implementation": "sdpa",
-    }
+def workload(name: str, *, batch_size: int, image_size: int, labels: int, **shape: Any) -> Workload:
+    shape |= {"intermediate_size": 4 * shape["hidden_size"], "image_size": image_size, "patch_size": PATCH}
+    shape |= {"hidden_dropout_prob": 0.1, "attn_implementation": "sdpa"}
     return image_model(name, "ViT", shape, image_size=image_size, stride=PATCH, labels=labels, batch_size=batch_size)
 
 
 def vit_l16(image_size: int = 224) -> Workload:
-    return workload("vit-l16", width=1024, layers=24, heads=16, batch_size=64, image_size=image_size, labels=1000)
+    layers = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
+    return workload("vit-l16", **layers, image_size=image_size, labels=1000, batch_size=64)
 
 
 def small() -> Workload:
-    return workload("vit-test", width=128, layers=6, heads=4, batch_size=48, image_size=192, labels=10)
+    layers = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4}
+    return workload("vit-test", **layers, image_size=192, labels=10, batch_size=48)

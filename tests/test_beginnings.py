@@ -88,7 +88,7 @@ def test_with_a_link_only_what_leaves_everything_on_the_device_is_shared() -> No
 @pytest.mark.nightly
 def test_a_step_with_its_loss_in_slices_takes_nearly_all_shapes_from_the_step_as_captured() -> None:
     place = find_planning_device("h100-80gb")
-    workload = gpt2.workload("gpt2", width=32, layers=5, heads=2, batch_size=2, positions=16, vocab=512)
+    workload = gpt2.workload("gpt2", n_embd=32, n_layer=5, n_head=2, batch_size=2, n_positions=16, vocab_size=512)
     step, how = fake_step(workload, place), load("eager")
     profile = profile_step(step, place)
     sliced = forms_of(step, profile).in_slices(2).profile

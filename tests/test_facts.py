@@ -64,7 +64,7 @@ def test_a_matrix_products_output_is_batch_by_rows_by_columns() -> None:
 def boundary_bytes(width: int, tokens: int, heads: int = 8, seq: int = 1000) -> int:
     """Return the bytes that the second of two checkpointed blocks keeps through forward, on fakes in bf16."""
     workload = gpt2.workload(
-        "fact", width=width, layers=2, heads=heads, positions=seq, batch_size=tokens // seq, vocab=128
+        "fact", n_embd=width, n_layer=2, n_head=heads, n_positions=seq, batch_size=tokens // seq, vocab_size=128
     )
     graph = record(fake_step(workload.with_dtype("bf16"), find_planning_device("h200")))
     first, second = (Region(*block) for block in blocks(graph))

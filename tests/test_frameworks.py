@@ -281,7 +281,7 @@ def by_name() -> Plan:
 
 def small_gpt2() -> Workload:
     pytest.importorskip("transformers")
-    made = gpt2.workload("gpt2", width=64, layers=2, heads=4, batch_size=8, positions=64, vocab=512)
+    made = gpt2.workload("gpt2", n_embd=64, n_layer=2, n_head=4, batch_size=8, n_positions=64, vocab_size=512)
     return made.with_dtype("amp")
 
 

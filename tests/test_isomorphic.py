@@ -29,8 +29,8 @@ from tests.graphs import TOYS, ToyNode, chain, every_cut, recorded, toy_graph, t
 
 AMPLE = 10**12
 MODELS: dict[str, Callable[[], Workload]] = {
-    "gpt2": lambda: gpt2.workload("gpt2", width=32, layers=5, heads=2, batch_size=2, positions=16, vocab=64),
-    "t5": lambda: t5.workload("t5", width=32, layers=3, heads=2, batch_size=2, seq_len=16, vocab=64),
+    "gpt2": lambda: gpt2.workload("gpt2", n_embd=32, n_layer=5, n_head=2, batch_size=2, n_positions=16, vocab_size=64),
+    "t5": lambda: t5.workload("t5", d_model=32, num_layers=3, num_heads=2, batch_size=2, seq_len=16, vocab_size=64),
     "bert": bert.small,
     "qwen3-moe": qwen3_moe.small,
     "resnet50": resnet.small,

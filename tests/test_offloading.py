@@ -688,7 +688,7 @@ def test_who_recomputes_for_less_gives_the_link_less_time_to_bring_things_back()
 def planned_here(share: float, bytes_per_us: float) -> tuple[FakeStep, Plan]:
     """For a small GPT-2."""
     place = find_planning_device("cpu")
-    workload = gpt2.workload("gpt2", width=64, layers=2, heads=4, batch_size=8, positions=64, vocab=512)
+    workload = gpt2.workload("gpt2", n_embd=64, n_layer=2, n_head=4, batch_size=8, n_positions=64, vocab_size=512)
     step = fake_step(workload, place)
     profile = profile_step(step, place)
     peak = Memory(profile.graph, profile.costs.workspace_per_op(profile.graph)).peak_without_regions

@@ -105,7 +105,9 @@ WHOLE = re.compile(r"remat \w+ (--model|--trainer|\S+\.\w+ --)")  # a command in
 
 
 def small() -> Any:
-    return gpt2.workload("gpt2", width=64, layers=2, heads=4, batch_size=SAMPLES, positions=LENGTH, vocab=VOCAB)
+    return gpt2.workload(
+        "gpt2", n_embd=64, n_layer=2, n_head=4, batch_size=SAMPLES, n_positions=LENGTH, vocab_size=VOCAB
+    )
 
 
 def commands() -> list[str]:
