@@ -497,16 +497,12 @@ def test_regions_may_be_whole_modules_where_plans_are_compared(remat: Remat, com
     command = [*command, "--strategies", "every-block,exact"]
     ran = remat(*command, "--execution", "modules")
     assert ran.exit_code == 0 and "whole modules" in ran.stdout
-    assert remat(*command, "--regions", "modules", "--json").data["execution"] == "modules"  # as it was called before
+    assert remat(*command, "--execution", "modules", "--json").data["execution"] == "modules"
     assert remat(*command, "--json").data["execution"] == "eager"
     ran = remat(*command, "--execution", "layers")
     assert ran.exit_code == 2 and "execution 'layers' is not known; choose eager or modules" in ran.stderr
-    ran = remat(*command, "--execution", "eager", "--regions", "modules")
-    assert ran.exit_code == 2 and "say the same" in ran.stderr
     ran = remat(*command, "--execution", "inductor")
     assert ran.exit_code == 2 and "remat.compile(model, budget=...)" in ran.stderr
-    ran = remat(*command, "--regions", "layers")
-    assert ran.exit_code == 2 and "--regions is nodes or modules, not 'layers'" in ran.stderr
 
 
 # sweep

@@ -493,9 +493,7 @@ def test_the_command_line_plans_and_shows_modules(
     Path("toy.py").write_text("from tests.toys import TRANSFORMER\n\n\ndef toy():\n    return TRANSFORMER\n")
     budget = "66034KiB"  # 65,664 of them workspaces, of cuBLAS and of attention's backward
     arguments = ["plan", "--model", "toy.py:toy", "--target", "h100-80gb", "--budget", budget]
-    assert cli.main([*arguments, "--regions", "modules", "--out", "toy.plan.json"]) == 0
+    assert cli.main([*arguments, "--execution", "modules", "--out", "toy.plan.json"]) == 0
     assert "whole modules" in capfd.readouterr().out
     assert cli.main(["show", "toy.plan.json"]) == 0
     assert "(module)   20 nodes, 3 random" in capfd.readouterr().out
-    assert cli.main([*arguments, "--regions", "layers"]) == 2
-    assert "--regions is nodes or modules, not 'layers'" in capfd.readouterr().err

@@ -603,11 +603,9 @@ def test_no_region_is_recomputed_with_a_parameter_that_was_stepped() -> None:
     assert np.array_equal(replayed, Memory(graph).curve(kept).alive_bytes)
 
 
-def test_the_option_has_two_values_and_an_older_name() -> None:
-    for given in (StepOptions(optimizer_step="backward"), StepOptions(steps="step-in-backward")):
-        assert given.loop(TrainingLoop()) == STEPPING
-    for given in (StepOptions(optimizer_step="whole"), StepOptions(steps="whole")):
-        assert given.loop(STEPPING) == TrainingLoop()
+def test_the_option_has_two_values() -> None:
+    assert StepOptions(optimizer_step="backward").loop(TrainingLoop()) == STEPPING
+    assert StepOptions(optimizer_step="whole").loop(STEPPING) == TrainingLoop()
     with pytest.raises(UsageError, match="--optimizer-step is whole or backward, not 'backwards'"):
         StepOptions(optimizer_step="backwards").loop(STEPPING)
 

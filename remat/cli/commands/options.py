@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from remat.workload.training_loop import TrainingLoop
 
 STEP, LOOP, PLAN, EXPERT = "The training step", "The training loop", "The plan", "For experts"  # titles in --help
-STEPS_IN_BACKWARD = {"whole": False, "backward": True, "step-in-backward": True}  # the last by `--loop`
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and everything else on stderr.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Hide progress; errors and warnings remain.")]
@@ -199,7 +198,6 @@ class StepOptions(ModelOptions):
             help="whole: after backward. backward: each parameter with its gradient.",
         ),
     ] = None
-    steps: Annotated[str | None, _option("--loop", hidden=True, help="Now --optimizer-step.")] = None
 
     offload: Annotated[
         str | None,
@@ -219,10 +217,10 @@ class StepOptions(ModelOptions):
 
         names = (field.name for field in dataclasses.fields(own))
         said = {name: value for name in names if (value := getattr(self, name, None)) is not None}
-        if (time := self.steps if self.optimizer_step is None else self.optimizer_step) is not None:
-            if time not in STEPS_IN_BACKWARD:
-                raise UsageError(f"--optimizer-step is whole or backward, not {time!r}.")
-            said["step_in_backward"] = STEPS_IN_BACKWARD[time]
+        if self.optimizer_step not in (None, "whole", "backward"):
+            raise UsageError(f"--optimizer-step is whole or backward, not {self.optimizer_step!r}.")
+        if self.optimizer_step is not None:
+            said["step_in_backward"] = self.optimizer_step == "backward"
         found = loop_with(dataclasses.replace(own, **said), self.offload)
         assert found is not None
         return found
@@ -278,14 +276,13 @@ class RequestOptions:
         int, _option(panel=EXPERT, show_default=True, min=0, max=2**31 - 1, help="Random seed of solvers.")
     ] = 0
     execution: Annotated[
-        str | None,
+        str,
         _option(
             panel=EXPERT,
-            show_default="eager",
+            show_default=True,
             help="eager; modules: whole modules as regions, for FSDP2.",
         ),
-    ] = None
-    regions: Annotated[str | None, _option(hidden=True, help="Now --execution.")] = None
+    ] = "eager"
     depth: Annotated[
         int | None,
         _option(
@@ -321,20 +318,7 @@ class RequestOptions:
             raise UsageError(f"--time-limit {self.time_limit} is not a positive number of seconds.")
         from remat.execution.executions import require_known
 
-        if self.regions not in (None, "nodes", "modules"):
-            raise UsageError(f"--regions is nodes or modules, not {self.regions!r}; or use --execution.")
-        if len(self._given) > 1:
-            raise UsageError(f"--execution and --regions say the same: {' and '.join(self._given)}; use one.")
-        require_known(self._name)
-
-    @property
-    def _given(self) -> list[str]:
-        modules = "modules" if self.regions == "modules" else None
-        return [name for name in (self.execution, modules) if name]
-
-    @property
-    def _name(self) -> str:
-        return self._given[0] if self._given else "eager"
+        require_known(self.execution)
 
     def request(self, line: LiveLine, source: StepOptions, budget: BudgetOptions | None = None) -> PlanRequest:
         """Make the request from the options, `--offload` of the step, and the budget."""
@@ -344,7 +328,7 @@ class RequestOptions:
         return PlanRequest(
             budget=None if budget is None else budget.budget,
             headroom=None if budget is None else budget.headroom,
-            execution=self._name,
+            execution=self.execution,
             depth=self.depth,
             numerics=numerics_of(self.numerics, exact=self.exact, fuse=self.fuse),
             offload=source.offload,
