@@ -31,8 +31,7 @@ from remat.costing.planning_device import find_planning_device
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import form_of
 from remat.evaluation.plan import Plan
-from remat.execution.regions_in_graph import places_in, require_regions_in
-from remat.offloading.refs import from_offload_refs
+from remat.execution.regions_in_graph import placed
 from remat.planning.profiling import fake_step
 from remat.recording.record import record
 from remat.validation.training import Training, collect, release_memory
@@ -90,9 +89,8 @@ def evaluated(plan: Plan, path: Path) -> tuple[list[Point], int]:
     costs = estimated_costs(graph, place.target)
     graph = with_library_workspaces(graph, place.target, costs)
     memory = Memory(graph, costs.workspace_per_op(graph))
-    if plan.offloads:
-        memory = memory.offloading(from_offload_refs(graph, plan.offloads, places_in(plan, graph)))
-    curve = memory.curve(require_regions_in(plan, graph))
+    regions, offloads = placed(plan, graph)
+    curve = memory.offloading(offloads).curve(regions)
     kinds = [graph.kinds[graph.op_kind[op]] for op in curve.op]
     keys = [(_name(kind.name), *_described(kind.signature)) for kind in kinds]
     return [Point(key, int(size)) for key, size in zip(keys, curve.alive_bytes, strict=True)], curve.peak_bytes

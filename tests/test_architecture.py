@@ -71,7 +71,7 @@ ROOMS = {
     "diagnosis": ("costing", "evaluation", "reservation"),
     "report": ("costing", "evaluation", "offloading", "planning"),
     "cli": (
-        *("costing", "diagnosis", "evaluation", "execution", "formulation", "integrations", "models", "offloading"),
+        *("costing", "diagnosis", "evaluation", "execution", "formulation", "integrations", "models"),
         *("planning", "recording", "report", "solvers", "validation", "workload"),
     ),
 }

@@ -1,4 +1,4 @@
-"""The regions of a plan in a step that was recorded here."""
+"""The regions and offloads of a plan in a step that was recorded here."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from remat.capture.circumstances import differences
 from remat.errors import PlanMismatch
 from remat.evaluation.graph import Graph
 from remat.evaluation.identity import Difference, Fit, GraphMismatch, Places, compare, position_of
-from remat.evaluation.plan import Plan, Region, RegionRef
+from remat.evaluation.plan import Offload, Plan, Region, RegionRef
 from remat.formulation.search_space import legal_cuts
+from remat.offloading.refs import from_offload_refs
+
+
+def placed(plan: Plan, graph: Graph) -> tuple[tuple[Region, ...], tuple[Offload, ...]]:
+    """Return the regions and offloads of `plan` in a step recorded here. Raises PlanMismatch as for its regions."""
+    regions = require_regions_in(plan, graph)
+    places = _places_in(plan, graph) if plan.offloads else None
+    return regions, from_offload_refs(graph, plan.offloads, places)
 
 
 def require_regions_in(plan: Plan, graph: Graph) -> tuple[Region, ...]:
@@ -33,7 +41,7 @@ def regions_in(plan: Plan, graph: Graph) -> tuple[Region, ...] | GraphMismatch:
     return tuple(_placed_in(region, graph, found, cuts) for region in plan.regions)
 
 
-def places_in(plan: Plan, graph: Graph) -> Places:
+def _places_in(plan: Plan, graph: Graph) -> Places:
     """Find the nodes of `plan` in a step that has its regions."""
     found, cuts = _fits(plan, graph), frozenset(legal_cuts(graph))
     assert not isinstance(found, GraphMismatch)

@@ -23,9 +23,8 @@ from remat.evaluation.evaluator import Memory
 from remat.evaluation.form import form_of
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Offload, Plan, Region
-from remat.execution.regions_in_graph import places_in, require_regions_in
+from remat.execution.regions_in_graph import placed
 from remat.offloading.link import Link
-from remat.offloading.refs import from_offload_refs
 from remat.offloading.schedule import stall_us
 from remat.offloading.timeline import Timeline
 from remat.planning.layers_on_host import weights_wait_us
@@ -169,8 +168,7 @@ def estimate_under(plan: Plan | None, profile: Profile, allocator: str | None = 
     """Estimate the step of `profile` under `plan`, if there is one. Raises PlanMismatch."""
     if plan is None:
         return estimate_of(profile, None, allocator)
-    regions = require_regions_in(plan, profile.graph)
-    offloads = from_offload_refs(profile.graph, plan.offloads, places_in(plan, profile.graph))
+    regions, offloads = placed(plan, profile.graph)
     return estimate_of(profile, regions, allocator, offloads)
 
 

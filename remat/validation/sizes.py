@@ -18,8 +18,8 @@ from remat.evaluation.form import form_of
 from remat.evaluation.graph import Graph
 from remat.evaluation.plan import Offload, Plan, Region, RegionRef, to_refs
 from remat.execution.base import Execution
-from remat.execution.regions_in_graph import places_in, require_regions_in
-from remat.offloading.refs import from_offload_refs, require_kept
+from remat.execution.regions_in_graph import placed
+from remat.offloading.refs import require_kept
 from remat.planning.profiling import fake_step
 from remat.planning.refused_sizes import error_at
 from remat.planning.untraced import with_untraced
@@ -71,11 +71,9 @@ class TriedSizes:
             step = fake_step(workload, self._place, loop=TrainingLoop.of(self._plan.about))
             step.form = form_of(self._plan.about)
             graph = record(step, alignment_bytes=self._place.target.alignment_bytes)
-            regions = _found(self._plan, graph)
+            regions, offloads = _found(self._plan, graph)
             refs = to_refs(graph, regions, _modules(self._plan, regions))
-            offloads: tuple[Offload, ...] = ()
-            if self._plan.offloads:
-                offloads = from_offload_refs(graph, self._plan.offloads, places_in(self._plan, graph))
+            if offloads:
                 require_kept(Memory(graph), regions, offloads)
             self._known[batch_size] = RecordedStep(workload, step, graph, refs, regions, offloads, self._how)
         return self._known[batch_size]
@@ -163,8 +161,8 @@ def _modules(plan: Plan, regions: tuple[Region, ...]) -> list[tuple[int, int, st
     return [(here.first, here.end, there.module) for here, there in zip(regions, plan.regions, strict=True)]
 
 
-def _found(plan: Plan, graph: Graph) -> tuple[Region, ...]:
-    """Return the plan's regions in `graph`. Raises PlanMismatch for another dtype policy or model."""
+def _found(plan: Plan, graph: Graph) -> tuple[tuple[Region, ...], tuple[Offload, ...]]:
+    """Return the plan's regions and offloads in `graph`. Raises PlanMismatch for another dtype policy or model."""
     for field, name in (("parameter_dtypes", "parameters of"), ("autocast", "autocast to")):
         planned, found = plan.about.get(field), graph.about[field]
         if planned != found:
@@ -172,7 +170,7 @@ def _found(plan: Plan, graph: Graph) -> tuple[Region, ...]:
                 f"the plan is for {name} {planned}, this workload has {name} {found}; "
                 "choose the dtype policy of the plan."
             )
-    return require_regions_in(plan, graph)
+    return placed(plan, graph)
 
 
 def _free_bytes(place: PlanningDevice) -> int:

@@ -123,11 +123,9 @@ def _step(documents: Documents, line: LiveLine) -> Material:
     regions: tuple[Region, ...] = ()
     offloads: tuple[Offload, ...] = ()
     if profile is not None:
-        from remat.execution.regions_in_graph import places_in, require_regions_in
-        from remat.offloading.refs import from_offload_refs
+        from remat.execution.regions_in_graph import placed
 
-        regions = require_regions_in(plan, profile.graph)
-        offloads = from_offload_refs(profile.graph, plan.offloads, places_in(plan, profile.graph))
+        regions, offloads = placed(plan, profile.graph)
     return Material(plan=plan, others=others, profile=profile, regions=regions, offloads=offloads)
 
 

@@ -50,16 +50,14 @@ def timeline(
     with live_line() as line:
         found, loaded = opened_step(source, plan, line)
         profile, _ = found.record()
-        from remat.execution.regions_in_graph import places_in, require_regions_in
-        from remat.offloading.refs import from_offload_refs
+        from remat.execution.regions_in_graph import placed
         from remat.planning.estimate import allocator_of
         from remat.planning.timeline import save_snapshot, timeline
 
-        regions = require_regions_in(loaded, profile.graph) if loaded is not None else ()
+        regions, offloads = placed(loaded, profile.graph) if loaded is not None else ((), ())
         limit = loaded.budget_bytes if loaded is not None else None
         if budget is not None:
             limit = parse_bytes(budget, what="budget", whole_bytes=profile.target.memory_bytes)
-        offloads = from_offload_refs(profile.graph, loaded.offloads, places_in(loaded, profile.graph)) if loaded else ()
         made = timeline(profile, regions, limit, allocator_of(loaded, allocator), offloads)
         if measure:
             made = _measured(made, found.spec, loaded, line)
