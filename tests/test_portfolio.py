@@ -107,7 +107,7 @@ def test_a_form_that_may_be_better_still_is_searched_again_and_the_bound_is_that
     outcome = study.best()
     first, longer = CLOCK.first_s, CLOCK.longer_s
     assert study.asked[1:] == [(1, first, math.inf), (2, first, 110.0), (2, longer, 100.0), (1, longer, 99.0)]
-    assert (outcome.price_us, outcome.bound_us) == (99.0, 97.0)
+    assert (outcome.found.price_us, outcome.bound_us) == (99.0, 97.0)
 
 
 def test_no_other_form_is_searched_where_the_optimizer_step_exceeds_the_budget() -> None:
@@ -156,7 +156,7 @@ def test_the_step_as_captured_is_searched_again_only_where_it_may_be_the_one_to_
 
     study = ByHand(captured, lambda n, limits: found(100.0, 97.0), worth=0.01)
     outcome = study.best()
-    assert (outcome.price_us, outcome.bound_us) == expected
+    assert (outcome.found.price_us, outcome.bound_us) == expected
     asked = [(time_s, below_us) for slices, time_s, below_us in study.asked if not slices]
     assert asked == [(CLOCK.first_s, math.inf), (None, 110.0)][: 1 if patient is None else 2]
 
@@ -167,7 +167,7 @@ def test_the_step_as_captured_is_searched_in_full_where_no_other_form_keeps_the_
 
     study = ByHand(captured, lambda n, limits: found(100.0, 97.0), late=NoPlanInTime("none as it runs"))
     outcome = study.best()
-    assert outcome.price_us == 121.0 and outcome.bound_us <= 97.0
+    assert outcome.found.price_us == 121.0 and outcome.bound_us <= 97.0
     assert [below_us for slices, _, below_us in study.asked if not slices] == [math.inf, math.inf]
 
 
@@ -180,7 +180,7 @@ def test_after_an_interrupt_nothing_is_searched_any_more() -> None:
     study = ByHand(lambda limits: found(150.0, 20.0), others, slices=(1, 2))
     outcome = study.best()
     assert [slices for slices, _, _ in study.asked] == [0, 1, 2]
-    assert outcome.price_us == 100.0 and outcome.interrupted and outcome.bound_us <= 20.0
+    assert outcome.found.price_us == 100.0 and outcome.interrupted and outcome.bound_us <= 20.0
 
 
 def test_an_interrupted_solver_ends_the_search_and_leaves_other_forms_open() -> None:
@@ -196,7 +196,7 @@ def test_where_time_is_up_before_every_form_was_searched_the_outcome_says_so() -
     study = ByHand(lambda limits: found(150.0, 20.0), lambda n, limits: found(100.0, 97.0))
     study.request = dataclasses.replace(study.request, limits=Limits(time_s=0.0))
     outcome = study.best()
-    assert outcome.at.form == CAPTURED_FORM and outcome.cut_short and outcome.status == "feasible"
+    assert outcome.found.at.form == CAPTURED_FORM and outcome.cut_short and outcome.status == "feasible"
     assert not ByHand(lambda limits: found(150.0, 20.0), lambda n, limits: found(100.0, 97.0)).best().cut_short
 
 
@@ -215,5 +215,5 @@ def test_a_budget_that_no_form_can_keep_is_refused_for_good_though_it_was_not_se
 def test_a_form_is_taken_only_if_it_saves_enough_and_the_better_one_is_reported() -> None:
     study = ByHand(lambda limits: found(105.0, 105.0), lambda n, limits: found(100.0, 100.0), worth=0.01)
     outcome = study.best()
-    assert outcome.at is study.captured and outcome.left is not None and outcome.left.price_us == 100.0
+    assert outcome.found.at is study.captured and outcome.left is not None and outcome.left.price_us == 100.0
     assert (outcome.bound_us, outcome.floor_us) == (105.0, 100.0)

@@ -29,8 +29,8 @@ def footprints_of(study: Study, outcome: BestPlan, settings: AllocatorSettings) 
 
     Where the executor needs more than the evaluator says (regions of modules), each footprint grows by the excess.
     """
-    solution = outcome.solution
-    memory = study.problem(outcome.at, 0).memory.offloading(solution.offloads)
+    solution = outcome.found.solution
+    memory = study.problem(outcome.found.at, 0).memory.offloading(solution.offloads)
     more_bytes = max(outcome.peak_bytes - memory.curve(solution.regions).peak_bytes, 0)
     return tuple(each.with_more(more_bytes) for each in footprints(memory, solution.regions, settings))
 
@@ -74,7 +74,7 @@ def reserving_at_most(
             high = made.peak_bytes
             continue
         low = asked
-        if best is None or made.price_us < best.price_us:
+        if best is None or made.found.price_us < best.found.price_us:
             best = made
         if -excess <= CLOSE_SHARE * limit_bytes:
             break
@@ -82,8 +82,9 @@ def reserving_at_most(
         raise KeyboardInterrupt
     if best is None:
         raise _too_fragmented(first_footprints, limit_bytes)
-    bound_us = min(first.bound_us, best.price_us)
-    gap, floor_us = gap_of(best.price_us, bound_us, first.cheapest_us), min(first.floor_us, best.price_us)
+    price_us = best.found.price_us
+    bound_us, floor_us = min(first.bound_us, price_us), min(first.floor_us, price_us)
+    gap = gap_of(price_us, bound_us, first.cheapest_us)
     return dataclasses.replace(
         best, bound_us=bound_us, gap=gap, status="feasible", floor_us=floor_us, interrupted=is_interrupted
     )

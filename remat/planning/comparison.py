@@ -298,7 +298,7 @@ class _Comparing:
         with self._keeping_rows(), contextlib.suppress(Infeasible, NoPlanInTime):
             outcome = fastest(self._study, self._budget_bytes, self._limits)
             self._cheapest_us, self._interrupted = outcome.cheapest_us, outcome.interrupted
-        return None if outcome is None or outcome.at is self._at else outcome
+        return None if outcome is None or outcome.found.at is self._at else outcome
 
     def _by_hand(self, bound_us: float) -> Iterator[StrategyRow]:
         """Yield rows of what people run in another form without a plan."""

@@ -90,7 +90,7 @@ def _found(row: Alternative, study: Study) -> Alternative:
     predicted: Any = predict(study, outcome.found)
     return dataclasses.replace(
         row,
-        form=str(outcome.at.form),
+        form=str(outcome.found.at.form),
         peak_bytes=outcome.peak_bytes,
         step_time_us=predicted["step_time_us"],
         overhead=predicted["overhead"],

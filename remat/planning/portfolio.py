@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from remat.errors import Infeasible, NoPlanInTime
-from remat.formulation.solution import Limits, Solution, Status, gap_of
+from remat.formulation.solution import Limits, Status, gap_of
 from remat.planning.forms import StepForm
 from remat.planning.search import solve_within
 from remat.planning.study import Begin, FoundPlan, Refusal, Study
@@ -55,18 +55,6 @@ class BestPlan:
     left: FoundPlan | None = None
     interrupted: bool = False
     cut_short: bool = False
-
-    @property
-    def at(self) -> StepForm:
-        return self.found.at
-
-    @property
-    def solution(self) -> Solution:
-        return self.found.solution
-
-    @property
-    def price_us(self) -> float:
-        return self.found.price_us
 
 
 def fastest(

@@ -240,17 +240,13 @@ class _SolvedPoint:
     bound_us: float
 
     @property
-    def solution(self) -> Solution:
-        return self.found.solution
-
-    @property
     def price_us(self) -> float:
         """The time that the plan adds to the step without a plan."""
         return self.found.price_us
 
     def at(self, budget_bytes: int, wall_s: float) -> _SolvedPoint:
         """Return the same plan under another budget, without a proof."""
-        solution = dataclasses.replace(self.solution, status="feasible", wall_s=wall_s)
+        solution = dataclasses.replace(self.found.solution, status="feasible", wall_s=wall_s)
         found = dataclasses.replace(self.found, solution=solution)
         return dataclasses.replace(self, budget_bytes=budget_bytes, found=found, bound_us=-math.inf)
 
@@ -303,13 +299,13 @@ class _Trace:
         solved = self._least_priced(self._study, CURVE, budget)
         at = bisect.bisect(self.curve, budget, key=lambda each: each.budget_bytes)
         self.curve.insert(at, solved)
-        if solved.solution.interrupted:
+        if solved.found.solution.interrupted:
             raise KeyboardInterrupt
 
     def _least_priced(self, study: Study, name: str, budget: int) -> _SolvedPoint:
         """Find the plan of least price among all forms, with the proof for all forms. (Rule 5)"""
         outcome = fastest(study, budget, self._limits, judged=False, worth=0.0)
-        solution = dataclasses.replace(outcome.solution, interrupted=outcome.interrupted)
+        solution = dataclasses.replace(outcome.found.solution, interrupted=outcome.interrupted)
         found = dataclasses.replace(outcome.found, solution=solution)
         return _SolvedPoint(name, budget, found, outcome.peak_bytes, outcome.floor_us)
 
@@ -358,11 +354,11 @@ class _Trace:
             solved = self._by(name, budget)
             if solved is None:
                 continue
-            if solved.solution.fits:
+            if solved.found.solution.fits:
                 solved = dataclasses.replace(solved, peak_bytes=as_it_is) if name == NO_CHECKPOINTING else solved
                 peak = solved.peak_bytes
                 self.others.insert(place, solved)
-            if solved.solution.interrupted:
+            if solved.found.solution.interrupted:
                 raise KeyboardInterrupt
 
     def _by(self, name: str, budget: int) -> _SolvedPoint | None:
@@ -384,14 +380,14 @@ class _Trace:
         for solved in found:
             judge = study.judge(solved.found.at)
             assert judge is not None
-            peaks.append(judge.peak(study.problem(solved.found.at, 0), solved.solution.regions))
+            peaks.append(judge.peak(study.problem(solved.found.at, 0), solved.found.solution.regions))
         return [
             dataclasses.replace(
                 solved,
                 budget_bytes=peak,
                 peak_bytes=peak,
                 found=dataclasses.replace(
-                    solved.found, solution=dataclasses.replace(solved.solution, status="feasible")
+                    solved.found, solution=dataclasses.replace(solved.found.solution, status="feasible")
                 ),
                 bound_us=self._bound_us(peak, solved, found),
             )
@@ -406,7 +402,7 @@ class _Trace:
         return min(max(bounds, default=0.0), solved.price_us)
 
     def point(self, solved: _SolvedPoint) -> CurvePoint:
-        solution, at, step_us = solved.solution, solved.found.at, self._study.device_time_us
+        solution, at, step_us = solved.found.solution, solved.found.at, self._study.device_time_us
         sizes, form = at.profile.graph.storages.size_bytes, at.form
         again_us = self._recompute_us(at, solution.regions)
         weights_us = weights_wait_us(at.profile, self._study.problem(at, 0).memory, solution.regions)
@@ -462,7 +458,7 @@ def _monotone(curve: Sequence[_SolvedPoint]) -> list[_SolvedPoint]:
     found: list[_SolvedPoint] = []
     for solved in curve:
         if found and found[-1].price_us < solved.price_us:
-            solved = found[-1].at(solved.budget_bytes, solved.solution.wall_s).proved(solved.bound_us)
+            solved = found[-1].at(solved.budget_bytes, solved.found.solution.wall_s).proved(solved.bound_us)
         found.append(solved)
     return found
 
