@@ -38,7 +38,7 @@ from remat.evaluation.form import Form, form_of
 from remat.evaluation.plan import Plan, Region, to_refs
 from remat.execution.eager.replay import replay
 from remat.execution.executions import load
-from remat.fusion import fused_group, kernels
+from remat.fusion import fused_group
 from remat.planning.forms import StepForms
 from remat.planning.planner import plan
 from remat.planning.profiling import fake_step, profile_step
@@ -53,6 +53,7 @@ from tests.cached import cached
 from tests.examples import examples
 from tests.fuzzing import few_rows, verdicts
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
+from tests.interpreted import interpreted
 from tests.toys import CPU, every_block, plan_by_hand
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo", "one_thread"), pytest.mark.every_slice]
@@ -518,7 +519,7 @@ def test_groups_inside_of_chunked_mlps_run_every_length_by_the_same_kernels(monk
     monkeypatch.setattr(fused_group, "lower", noted)
     torch.manual_seed(0)
     untouched = Model(Swish).train()
-    with kernels.interpreted():
+    with interpreted():
         model = remat.apply(copy.deepcopy(untouched), made, on_larger="warn")
         for samples in (16, 9, 12, 7, 15):
             one, two = (stepped(untouched, untouched, False, samples), stepped(model, model, False, samples))

@@ -57,6 +57,7 @@ from tests.devices import DEVICE
 from tests.examples import examples
 from tests.fuzzing import verdicts
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
+from tests.interpreted import interpreted
 from tests.studies import plan_profile
 from tests.toys import every_block, nested, pairs_of_segments, plan_by_hand
 
@@ -71,7 +72,7 @@ def without_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("exhaustive") or DEVICE.type != "cpu":
         yield
         return
-    with kernels.interpreted():
+    with interpreted():
         yield
 
 
@@ -730,8 +731,7 @@ def test_where_no_kernel_can_be_compiled_the_group_runs_all_the_same_with_one_wa
     def fails(kernel: kernels.Kernel) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(kernels, "_is_interpreted", False)
-    monkeypatch.setattr(kernels.Kernel, "_by_inductor", fails)
+    monkeypatch.setattr(kernels.Kernel, "_ended", fails)
     kernels._warn_once.cache_clear()
     x = vector()
     graph = captured(lambda x: (torch.mm(x.sin().cos(), x.t()) * 3).exp().sum() * 0.5, x)

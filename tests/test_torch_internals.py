@@ -522,7 +522,7 @@ def test_another_function_is_followed_and_guards_are_on_the_one_that_is_there() 
         return graph_module
 
     def instead(translator: Any, function: Any, first: dynamo.FirstNode) -> Any:
-        ours = dynamo.backend_of(translator) is backend
+        ours = dynamo.backend_of_output(translator.output) is backend
         if function is named and (node := first()) is not None:
             firsts.append(node.op)
         assert all(map(dynamo.is_of_tensor, (v.realize() for v in translator.symbolic_locals.values() if v)))
@@ -553,7 +553,7 @@ def test_no_number_is_read_off_a_tensor_where_it_is_said_and_only_meanwhile() ->
         torch.compile(lambda x, rows: x.sin().view(rows, 2), backend=compiler)(torch.ones(6), torch.tensor(3))
         return sum(found)
 
-    with dynamo.numbers_unread(lambda translator: dynamo.backend_of(translator) is backend):
+    with dynamo.numbers_unread(lambda translator: dynamo.backend_of_output(translator.output) is backend):
         assert views(backend) == 0 and views(other) == 1
     assert views(backend) == 1
 
@@ -632,7 +632,7 @@ def test_iterating_over_a_tensor_is_one_operator_where_it_is_said_and_only_meanw
             assert torch.equal(one, other)
         return bool(found)
 
-    with dynamo.rows_unbound(lambda translator: dynamo.backend_of(translator) is backend):
+    with dynamo.rows_unbound(lambda translator: dynamo.backend_of_output(translator.output) is backend):
         assert unbinds(backend) and not unbinds("eager")
     assert not unbinds(backend)
 
@@ -648,7 +648,7 @@ class Compiler:
         return graph_module
 
     def is_asked(self, translator: Any) -> bool:
-        return dynamo.backend_of(translator) is self
+        return dynamo.backend_of_output(translator.output) is self
 
     def graphs_for(self, function: Callable[..., torch.Tensor], given: list[tuple[Any, ...]]) -> int:
         """Of how many graphs `function` is, for all that it is `given` in turn; its results are those of eager mode."""

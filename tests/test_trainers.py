@@ -37,13 +37,14 @@ from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import trainable
 from tests.command_line import Remat
 from tests.devices import DEVICE
+from tests.interpreted import interpreted
 from tests.toys import CPU, every_block, plan_by_hand, recorded
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from remat.evaluation.form import Form  # noqa: E402
-from remat.fusion import fused_group, kernels  # noqa: E402
+from remat.fusion import fused_group  # noqa: E402
 from remat.integrations import generation_phases, planned_trainer, trainer_rows, trainer_step  # noqa: E402
 from remat.integrations.pytest_plugin import OWN, require_fits  # noqa: E402
 from remat.integrations.trainer_model import copy_of_model  # noqa: E402
@@ -653,7 +654,7 @@ def test_a_fused_plan_trains_on_through_other_lengths_evaluation_and_resuming(
     options |= {"data": rows(len(lengths), lengths.__getitem__), "eval_strategy": "steps", "eval_steps": 3}
     monkeypatch.setattr(planner, "plan", fused_by_hand)
     monkeypatch.setattr(fused_group, "_OPEN", {})
-    with kernels.interpreted():
+    with interpreted():
         saved: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5}
         ours = trainer(
             tmp_path / "fused",

@@ -43,13 +43,8 @@ def compiler_behind(callback: Any) -> Callable[..., Any] | None:
     return callback if callable(callback) else None
 
 
-def backend_of(translator: Translator) -> Any:
-    """Return the backend that `torch.compile` was given for the current trace."""
-    return backend_of_output(translator.output)
-
-
 def backend_of_output(output: Any) -> Any:
-    """Run `backend_of` on the output that all translators of one trace share (`OutputGraph`)."""
+    """Return the backend that `torch.compile` was given, from the output of a trace's translators (`OutputGraph`)."""
     compiler = compiler_behind(output.compiler_fn)
     return getattr(compiler, "compiler_fn", compiler)  # the wrapper of `torch.compile`
 

@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from remat._torch.training import fakes_are_on
 from remat.errors import CaptureError, RematError
-from remat.fusion.kernels import are_interpreted, empty, layout_of
+from remat.fusion.kernels import empty, layout_of
 from remat.fusion.lowering import Lowered, lower, lower_open
 from remat.fusion.open_sizes import InputSizes, are_open, opened, with_open_rows
 from remat.warn import warn
@@ -98,7 +98,7 @@ class FusedGroup:
         """
         if not any(isinstance(value, Tensor) and value.requires_grad for value in given):
             return None
-        key = (self._content, are_interpreted(), _autocast(given), *map(_described, given))
+        key = (self._content, _autocast(given), *map(_described, given))
         if key not in _LOWERED:
             lowered = _LOWERED[key] = self._lowered_open(given) or self._lowered_closed(given)
             if lowered is not None and not fakes_are_on():
@@ -121,7 +121,7 @@ class FusedGroup:
         found = opened(inputs, given) if are_open(inputs) else None
         if found is None:
             return None
-        known = _OPEN.setdefault((self._content, are_interpreted(), _autocast(given), found.kinds), [])
+        known = _OPEN.setdefault((self._content, _autocast(given), found.kinds), [])
         for lowered in known:
             if lowered is not None and lowered.holds(found.values):
                 return lowered.at(found.values)

@@ -14,12 +14,11 @@ saves the same for backward, takes longer, and needs more while it runs.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,22 +36,6 @@ from remat.warn import warn
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, str]  # shape, stride, dtype, device
 
 _KERNELS: dict[str, Kernel] = {}
-_is_interpreted = False
-
-
-@contextlib.contextmanager
-def interpreted() -> Iterator[None]:
-    """Run new kernels operator by operator while the context is open, as without a compiler."""
-    global _is_interpreted
-    before, _is_interpreted = _is_interpreted, True
-    try:
-        yield
-    finally:
-        _is_interpreted = before
-
-
-def are_interpreted() -> bool:
-    return _is_interpreted
 
 
 def layout_of(tensor: Tensor) -> Layout:
@@ -93,7 +76,7 @@ class Kernel:
     def name(self) -> str:
         symbols = next((id(value.fake_mode) for value in self.open if isinstance(value, Tensor)), "")  # type: ignore[attr-defined]
         content = f"{self.graph.code} {self.given} {self.made} {symbols}"
-        return hashlib.sha256(content.encode()).hexdigest()[:16] + ("-interpreted" if _is_interpreted else "")
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def run(self, given: Sequence[Tensor], sizes: Sequence[int] = ()) -> list[Tensor]:
         return list(self._compiled([*sizes, *given]))
@@ -101,7 +84,7 @@ class Kernel:
     def begin(self) -> None:
         """Begin to compile it, beside others."""
         is_new = self._begun is None and "_compiled" not in vars(self)
-        if is_new and not _is_interpreted and self.given and self.given[0][-1] == "cpu":
+        if is_new and self.given and self.given[0][-1] == "cpu":
             waiting = PendingKernels()
             try:
                 with waiting.instead():
@@ -111,12 +94,11 @@ class Kernel:
 
     @functools.cached_property
     def _compiled(self) -> Callable[[list[Any]], Any]:
-        if not _is_interpreted:
-            try:
-                return self._ended()
-            except Exception as error:
-                _warn_once(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-        return lambda given: self.graph(*given)
+        try:
+            return self._ended()
+        except Exception as error:
+            _warn_once(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            return lambda given: self.graph(*given)
 
     def compile(self) -> None:
         """Compile it now, unless that is done."""

@@ -27,7 +27,6 @@ from remat.units import gib, ms
 COLUMNS = 900
 ROWS = 16  # of the table
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER, OUT, BACK = range(6)
-PHASES = ("forward", "recomputation", "backward", "optimizer")
 STACK_ORDER = (  # categories in the order of the stack: lasting ones at the bottom
     *("parameters", "buffers", "optimizer state", "running average", "gradient buckets", "batch", "numbers"),
     *("library workspaces", "gathered shards", "gradients", "activations", "recomputed activations"),
