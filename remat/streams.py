@@ -13,13 +13,25 @@ from collections.abc import Iterator
 def stdout_to_stderr() -> Iterator[None]:
     """Send everything printed within to stderr: file descriptor 1 itself, because C and C++ print too."""
     sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
+    with descriptor_to(1, 2), contextlib.redirect_stdout(sys.stderr):
+        try:
             yield
+        finally:
+            with contextlib.suppress(OSError, TypeError, AttributeError):
+                ctypes.CDLL(None).fflush(None)  # output of C code may still be in its buffer
+
+
+@contextlib.contextmanager
+def descriptor_to(descriptor: int, target: int) -> Iterator[None]:
+    """Let a file descriptor lead where `target` does, if the process has it."""
+    try:
+        kept = os.dup(descriptor)
+    except OSError:
+        yield
+        return
+    try:
+        os.dup2(target, descriptor)
+        yield
     finally:
-        with contextlib.suppress(OSError, TypeError, AttributeError):
-            ctypes.CDLL(None).fflush(None)  # output of C code may still be in its buffer
-        os.dup2(kept, 1)
+        os.dup2(kept, descriptor)
         os.close(kept)

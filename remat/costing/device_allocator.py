@@ -28,6 +28,8 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity
 
+from remat.streams import descriptor_to
+
 _MEMORY_EVENT = "[memory]"
 
 
@@ -173,25 +175,8 @@ def _quiet_profiler() -> Iterator[None]:
 
     It writes to the file descriptor, not to `sys.stderr`, and reads KINETO_LOG_LEVEL only when first used.
     """
-    with warnings.catch_warnings(), _descriptor_to_null(2):
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextlib.contextmanager
-def _descriptor_to_null(descriptor: int) -> Iterator[None]:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.flush()
-    try:
-        kept = os.dup(descriptor)
-    except OSError:  # the process has no such descriptor: nothing to keep quiet
+    with warnings.catch_warnings(), open(os.devnull, "wb") as null, descriptor_to(2, null.fileno()):
+        warnings.simplefilter("ignore")
         yield
-        return
-    null = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(null, descriptor)
-        yield
-    finally:
-        os.dup2(kept, descriptor)
-        os.close(kept)
-        os.close(null)
