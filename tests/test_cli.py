@@ -400,6 +400,13 @@ def test_cuda_is_refused_where_there_is_none(remat: Remat, command: str) -> None
     assert "cuda needs a CUDA device, and PyTorch sees none on this machine" in ran.stderr
 
 
+def test_a_plan_is_validated_on_this_machine_alone(remat: Remat) -> None:
+    remat(*stack("--out", "a.json"))
+    ran = remat("validate", "a.json", "--device", "h100")
+    assert ran.exit_code == 2
+    assert "--device h100 is not supported; a plan is validated on this machine: choose cpu or cuda" in ran.stderr
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -531,7 +531,7 @@ def test_a_device_too_small_for_one_sample_is_refused(plan: Plan, monkeypatch: p
 @pytest.mark.parametrize("device", ["meta", "cuda"])
 def test_a_device_that_is_not_there_is_refused(device: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UsageError, match=f"device '{device}'"):
+    with pytest.raises(UsageError, match=f"device='{device}'"):
         validate(TRANSFORMER, plan, device=device)
 
 

@@ -118,12 +118,17 @@ def validate(
 
 def _place(device: str | torch.device | None) -> PlanningDevice:
     """Return the device at hand as a planning device."""
-    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if found.type not in ("cpu", "cuda"):
-        raise UsageError(f"device {str(found)!r} is not supported; choose cpu or cuda.")
+    name = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(
+            f"`device={name!r}` is not supported; a plan is validated on this machine: choose cpu or cuda."
+        )
+    found = torch.device(name)
     if found.type == "cuda":
         if not torch.cuda.is_available():
-            raise UsageError("device 'cuda' was asked for, and PyTorch sees none on this machine; choose cpu.")
+            raise UsageError(
+                f"`device={name!r}` needs a CUDA device, and PyTorch sees none on this machine; choose cpu."
+            )
         found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
     return PlanningDevice(device_target(found), found)
 

@@ -35,7 +35,7 @@ def validate(
     from remat.evaluation.plan import Plan
     from remat.validation.validating import validate
 
-    found, place = Plan.load(plan), _device(device)
+    found, place = Plan.load(plan), None if device == "auto" else device
     spec = _spec_of(found, plan, model)
     specs = [spec]
     if model.seq_len is None:
@@ -50,18 +50,6 @@ def validate(
     failure = ValidationFailed(f"the measurement contradicts the plan {plan}.") if failed else None
     data, *shorter = (report.to_json() for report in reports)
     return Answer({**data, **({"shorter": shorter} if shorter else {})}, "\n\n".join(map(str, reports)), failure)
-
-
-def _device(name: str) -> str | None:
-    if name == "auto":
-        return None
-    if name not in ("cuda", "cpu"):
-        raise UsageError(f"a plan is validated on this machine: --device is auto, cuda or cpu, not {name!r}.")
-    import torch
-
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda needs a CUDA device, and PyTorch sees none on this machine; use --device cpu.")
-    return name
 
 
 def _spec_of(plan: Plan, path: Path, options: ModelOptions) -> ModelSpec:
