@@ -219,18 +219,16 @@ class _Replacement:
     # Places in the new record. Within the node, only its ends are known.
 
     def _moved_op(self, ops: np.ndarray) -> np.ndarray:
-        """Renumber operators; raise _Differs for one within the node."""
-        within = (ops >= self._first) & (ops < self._end - 1)
-        if within.any():
-            raise _Differs
-        return np.where(ops >= self._end - 1, ops + self._more, ops)
+        return self._moved(ops, self._first, self._end - 1)
 
     def _moved_place(self, places: np.ndarray) -> np.ndarray:
-        """Renumber places between operators; raise _Differs for one within the node."""
-        within = (places > self._first) & (places < self._end)
-        if within.any():
+        return self._moved(places, self._first + 1, self._end)
+
+    def _moved(self, at: np.ndarray, first: int, end: int) -> np.ndarray:
+        """Renumber operators, or places between them; raise _Differs for one within the node: first to end - 1."""
+        if ((at >= first) & (at < end)).any():
             raise _Differs
-        return np.where(places >= self._end, places + self._more, places)
+        return np.where(at >= end, at + self._more, at)
 
     def _place(self, place: int) -> int:
         return int(self._moved_place(np.array([place]))[0])
