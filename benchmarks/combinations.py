@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from types import ModuleType
 
 from benchmarks import by_name
-from remat.models import bert, convnext, gpt2, llama, qwen3_moe, resnet, swin, t5, vit
+from tests import small_models
 
 BUDGETS = ("60%step", "least")
-ADAPTED = (gpt2, llama, qwen3_moe)  # adapters are put into models by name, from a folder
-FAMILIES = (*ADAPTED, bert, t5, vit, swin, convnext, resnet)
+ADAPTED = ("gpt2", "llama", "qwen3_moe")  # adapters are put into models by name, from a folder
+FAMILIES = (*ADAPTED, "bert", "t5", "vit", "swin", "convnext", "resnet")
 MEANS = {
     "bitwise": "--exact",
     "fused": "--fuse",
@@ -39,26 +38,22 @@ NEVER = ({"bitwise", "fused"},)  # two answers to one question
 def main(*names: str) -> None:
     count = 3 if "triples" in names else 2
     chosen = [name for name in names if name != "triples"]
-    for family in FAMILIES:
-        if (name := name_of(family)) in names or not {name_of(each) for each in FAMILIES} & {*names}:
-            means = {**MEANS, **OF_ADAPTERS} if family in ADAPTED else MEANS
+    for name in FAMILIES:
+        if name in names or not {*FAMILIES} & {*names}:
+            means = {**MEANS, **OF_ADAPTERS} if name in ADAPTED else MEANS
             together = [
                 each for each in itertools.combinations(means, count) if not any(two <= {*each} for two in NEVER)
             ]
             forms = {" + ".join(each): options(each) for each in together}
             own = [each for each in chosen if each in (name, *forms, *BUDGETS)]
-            by_name.hold("combinations", [*({name} - {*own}), *own], {name: model_of(family)}, forms, BUDGETS, "blind")
+            by_name.hold("combinations", [*({name} - {*own}), *own], {name: model_of(name)}, forms, BUDGETS, "blind")
 
 
-def name_of(family: ModuleType) -> str:
-    return family.__name__.rpartition(".")[2]
-
-
-def model_of(family: ModuleType) -> str:
+def model_of(family: str) -> str:
     """Return what `--model` takes, with options: a folder for a model that may have adapters, else a function."""
     if family not in ADAPTED:
-        return f"{family.__file__}:small"
-    made, folder = family.small(), by_name.ROOT / "build" / "combinations" / name_of(family)
+        return f"{small_models.__file__}:{family}"
+    made, folder = getattr(small_models, family)(), by_name.ROOT / "build" / "combinations" / family
     made.build().config.save_pretrained(folder)
     return f"{folder} --batch-size {made.batch_size} --seq-len {made.seq_len}"
 

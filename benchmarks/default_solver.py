@@ -23,11 +23,12 @@ from remat.formulation.check import require
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits, Solution
-from remat.models import TEST_SIZES, build
+from remat.models import build
 from remat.planning.profiling import profile
 from remat.solvers import chain_dp, cp_sat, milp
 from remat.solvers.least_peak import least_peak
 from remat.units import GIB
+from tests.small_models import TEST_SIZES
 
 COLUMNS = ["model", "budget_gib", "solver", "runs", "status", "objective_us", "bound_us", "gap", "wall_s", "cpu_s"]
 TARGET = "h100-80gb"

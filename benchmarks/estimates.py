@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import report
 from remat.costing.planning_device import PlanningDevice, find_planning_device
-from remat.models import TEST_SIZES, build
+from remat.models import build
 from remat.planning.estimate import estimate_of
 from remat.planning.profiling import fake_step, profile_step
 from remat.units import MIB
@@ -22,6 +22,7 @@ from remat.validation.training import Training, release_memory, undisturbed
 from remat.workload.optimizers import optimizer_named
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
+from tests.small_models import TEST_SIZES
 
 OPTIMIZERS = ("adamw", "adamw:fused", "sgd", "adafactor")
 ACCUMULATIONS = (1, 4)

@@ -18,7 +18,6 @@ from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
 from remat.formulation.solution import Limits, Solution
-from remat.models import TEST_SIZES
 from remat.planning.assemble import assemble
 from remat.planning.budget import Budget
 from remat.planning.fit import Sizing, largest_batch
@@ -28,6 +27,7 @@ from remat.units import MIB
 from remat.validation.training import Training, undisturbed
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
+from tests.small_models import TEST_SIZES
 
 MODELS = ("gpt2", "resnet50", "bert-large")
 COLUMNS = ["model", "budget_mib", "micro_batch", "predicted_mib", "measured_mib", "kept", "next", "next_least_mib"]

@@ -48,7 +48,7 @@ from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits, Solution
 from remat.fusion import fused_group, kernels
-from remat.models import TEST_SIZES, build
+from remat.models import build
 from remat.planning.assemble import assemble
 from remat.planning.budget import Budget
 from remat.planning.comparison import compare_study
@@ -62,6 +62,7 @@ from remat.units import GIB, MIB
 from remat.validation.training import Training
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
+from tests.small_models import TEST_SIZES
 from tests.studies import plan_profile
 
 CPU = torch.device("cpu")

@@ -19,13 +19,14 @@ from remat.errors import Infeasible, RematError
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits
-from remat.models import TEST_SIZES, build
+from remat.models import build
 from remat.planning.budget import Budget
 from remat.planning.profiling import fake_step, profile_step
 from remat.solvers.least_peak import least_peak
 from remat.units import MIB
 from remat.validation.validating import validate
 from remat.workload.workload import DTypePolicy, Workload
+from tests.small_models import TEST_SIZES
 from tests.studies import plan_profile
 
 COLUMNS = [

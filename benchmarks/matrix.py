@@ -117,8 +117,9 @@ def environment(name: str, *layers: Path) -> Path:
 
 def workloads() -> dict[str, Callable[[], Workload]]:
     """The ready-made models at a size that takes no time; deep ones keep several layers."""
-    from remat.models import TEST_SIZES, gpt2, llama
+    from remat.models import gpt2, llama
     from remat.models.common import text_model
+    from tests.small_models import TEST_SIZES
 
     def gpt(name: str, layers: int) -> Workload:
         return gpt2.workload(

@@ -26,7 +26,6 @@ from remat.errors import RematError
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits
-from remat.models import TEST_SIZES
 from remat.offloading.link import Link
 from remat.planning.budget import Budget
 from remat.planning.profiling import fake_step, profile_step
@@ -35,6 +34,7 @@ from remat.units import MIB
 from remat.validation.training import Training
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import DTypePolicy, Workload
+from tests.small_models import TEST_SIZES
 from tests.studies import plan_profile
 
 POLICIES: tuple[DTypePolicy, ...] = ("fp32", "amp")

@@ -21,12 +21,13 @@ import remat
 from benchmarks import report
 from remat.errors import Infeasible, RematError
 from remat.formulation.solution import Limits
-from remat.models import TEST_SIZES, build
+from remat.models import build
 from remat.units import GIB, MIB
 from remat.validation.training import Training
 from remat.workload.optimizers import optimizer_named
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
+from tests.small_models import TEST_SIZES
 
 TARGET, HOST_BUDGET, TOKENS, STEPS = "rtx4090", "64GiB", 4096, 10
 CASES = (("llama-8b", "adamw", True), ("llama-8b", "adafactor", False))  # model, optimizer, state on the host

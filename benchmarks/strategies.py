@@ -18,11 +18,11 @@ from remat.costing.planning_device import find_planning_device
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits
-from remat.models import TEST_SIZES
 from remat.planning.profiling import fake_step, profile_step
 from remat.solvers import HEURISTICS, load
 from remat.solvers.least_peak import least_peak
 from remat.units import GIB
+from tests.small_models import TEST_SIZES
 
 BUDGETS = 10
 COLUMNS = [

@@ -25,13 +25,13 @@ from remat.evaluation.plan import Plan
 from remat.execution.apply import apply
 from remat.formulation.solution import Limits
 from remat.integrations.token_batches import TokenBatches, TokenCap
-from remat.models import TEST_SIZES
 from remat.models.common import packed, padded
 from remat.planning.estimate import estimate
 from remat.planning.token_cap import most_tokens
 from remat.recording.step_contexts import autocast_context
 from remat.units import MIB
 from remat.workload.workload import Workload
+from tests.small_models import TEST_SIZES
 
 MODELS = ("gpt2", "llama-1b", "bert-large", "t5-base")
 NOT_PACKED = ("bert-large", "t5-base")  # which tell no sequences apart by position ids

@@ -25,8 +25,8 @@ from torch import nn
 
 from benchmarks import report
 from remat.errors import RematError
-from remat.models import gpt_oss, qwen3_vl
 from remat.units import MIB
+from tests import small_models
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -214,7 +214,7 @@ def nf4() -> nn.Module:
 
 def experts() -> nn.Module:
     torch.manual_seed(1)
-    return gpt_oss.small().build()
+    return small_models.gpt_oss().build()
 
 
 def images(folder: str, steps: int, *callbacks: Any) -> Any:
@@ -229,13 +229,13 @@ def images(folder: str, steps: int, *callbacks: Any) -> Any:
     arguments = TrainingArguments(
         folder, max_steps=steps, bf16=True, per_device_train_batch_size=4, gradient_accumulation_steps=2, **QUIET
     )
-    made = get_peft_model(qwen3_vl.small().build(), adapters)
+    made = get_peft_model(small_models.qwen3_vl().build(), adapters)
     return Trainer(made, arguments, collate, train_dataset=_with_images(), callbacks=list(callbacks))
 
 
 @functools.cache
 def _with_images() -> list[dict[str, torch.Tensor]]:
-    samples = [qwen3_vl.small().batch(1, LENGTH) for _ in range(32)]
+    samples = [small_models.qwen3_vl().batch(1, LENGTH) for _ in range(32)]
     return [{name: value if name in BY_PATCH else value[0] for name, value in sample.items()} for sample in samples]
 
 

@@ -1,9 +1,7 @@
 """Ready-made workloads: thin builders over `transformers` configurations, with random weights.
 
-One file is one family: a function that turns sizes into a workload, then a few lines for each named size.
-`REGISTRY` has the published sizes. `TEST_SIZES` has the same architectures at a size whose whole training
-step peaks at 250 to 500 MiB and takes about a second on two CPU cores; activations, not parameters, are most
-of that peak. `MORE_TEST_SIZES` has those of the language models that are fine-tuned most.
+One file is one family: the shape that its sizes share, then a few lines for each published one, in the keys of its
+configuration. `REGISTRY` has them all.
 
     workload = build("gpt2-xl").sized(batch_size=8)
 
@@ -69,33 +67,6 @@ IMAGES: dict[str, Callable[..., Workload]] = {
     "convnextv2-base": convnext.convnextv2_base,
     "swin-base": swin.swin_base,
 }
-
-TEST_SIZES: dict[str, Callable[[], Workload]] = {
-    "gpt2": gpt2.small,
-    "llama-1b": llama.small,
-    "bert-large": bert.small,
-    "t5-base": t5.small,
-    "vit-l16": vit.small,
-    "resnet50": resnet.small,
-    "convnextv2-base": convnext.small,
-    "swin-base": swin.small,
-    "qwen3-moe": qwen3_moe.small,
-}
-
-# Models that people fine-tune; separate, since tests of all models above take long enough.
-MORE_TEST_SIZES: dict[str, Callable[[], Workload]] = {
-    "qwen3-4b": qwen3.small,
-    "qwen3-30b-a3b": qwen3.small_moe,
-    "qwen3.5-9b": qwen3_5.small,
-    "gpt-oss-20b": gpt_oss.small,
-    "gemma-3-1b": gemma3.small,
-    "qwen3-vl-4b": qwen3_vl.small,
-    "mistral-7b": mistral.small,
-    "nemotron-3-nano": nemotron.small,
-    "phi-4": phi4.small,
-    "glm-4.7-flash": glm4.small,
-}
-
 
 REGISTRY: dict[str, Callable[..., Workload]] = {**TEXT, **IMAGES}
 

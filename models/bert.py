@@ -23,8 +23,3 @@ def workload(name: str, *, batch_size: int, **shape: Any) -> Workload:
 
 def bert_large() -> Workload:
     return workload("bert-large", hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, batch_size=32)
-
-
-def small() -> Workload:
-    layers = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4}
-    return workload("bert-test", **layers, max_position_embeddings=256, vocab_size=1024, batch_size=8)

@@ -28,16 +28,6 @@ from remat.workload.workload import Workload
 Batch = dict[str, torch.Tensor]
 NO_LABEL = -100  # the label that the library's losses ignore
 
-# A language model's shape at test size, as far as families agree on it.
-SMALL: dict[str, Any] = {
-    "vocab_size": 1024,
-    "hidden_size": 192,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
-
 # Options of every language model's configuration: fused attention, and no key-value cache while training.
 TRAINING_TEXT: dict[str, Any] = {"attn_implementation": "sdpa", "use_cache": False}
 

@@ -18,8 +18,3 @@ def workload(name: str, *, batch_size: int, image_size: int, labels: int, **shap
 def convnextv2_base(image_size: int = 224) -> Workload:
     shape = {"hidden_sizes": (128, 256, 512, 1024), "depths": (3, 3, 27, 3)}
     return workload("convnextv2-base", **shape, image_size=image_size, labels=1000, batch_size=128)
-
-
-def small() -> Workload:
-    shape = {"hidden_sizes": (32, 64, 128, 256), "depths": (2, 2, 2, 2)}
-    return workload("convnextv2-test", **shape, image_size=128, labels=10, batch_size=44)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from remat.models.common import SMALL, text_model
+from remat.models.common import text_model
 from remat.workload.workload import Workload
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 262144,
     "hidden_size": 1152,
     "intermediate_size": 6912,
@@ -24,14 +24,9 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def _workload(name: str, shape: dict[str, Any], batch_size: int, seq_len: int) -> Workload:
+def workload(name: str, shape: dict[str, Any], batch_size: int, seq_len: int) -> Workload:
     return text_model(name, "Gemma3", shape, config="Gemma3TextConfig", batch_size=batch_size, seq_len=seq_len)
 
 
 def gemma_3_1b() -> Workload:
-    return _workload("gemma-3-1b", _SHAPE, batch_size=4, seq_len=2048)
-
-
-def small() -> Workload:
-    shape = {**_SHAPE, **SMALL, "intermediate_size": 512, "head_dim": 32, "sliding_window": 64}
-    return _workload("gemma-3-test", shape, batch_size=8, seq_len=256)
+    return workload("gemma-3-1b", SHAPE, batch_size=4, seq_len=2048)

@@ -11,7 +11,7 @@ from typing import Any
 from remat.models.common import text_model
 from remat.workload.workload import Workload
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 154880,
     "hidden_size": 2048,
     "intermediate_size": 10240,
@@ -34,26 +34,4 @@ _SHAPE: dict[str, Any] = {
 
 
 def glm_4_7_flash() -> Workload:
-    return text_model("glm-4.7-flash", "Glm4MoeLite", _SHAPE, batch_size=1, seq_len=4096)
-
-
-def small() -> Workload:
-    shape = {
-        **_SHAPE,
-        "vocab_size": 1024,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "moe_intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "q_lora_rank": 64,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-        "max_position_embeddings": 256,
-    }
-    return text_model("glm-4.7-test", "Glm4MoeLite", shape, batch_size=8, seq_len=256)
+    return text_model("glm-4.7-flash", "Glm4MoeLite", SHAPE, batch_size=1, seq_len=4096)

@@ -42,7 +42,3 @@ def gpt2_large() -> Workload:
 
 def gpt2_xl() -> Workload:
     return workload("gpt2-xl", n_embd=1600, n_layer=48, n_head=25, batch_size=4)
-
-
-def small() -> Workload:
-    return workload("gpt2-test", n_embd=128, n_layer=6, n_head=4, batch_size=8, n_positions=256, vocab_size=1024)

@@ -12,7 +12,7 @@ from typing import Any
 from remat.models.common import text_model
 from remat.workload.workload import Workload
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 201088,
     "hidden_size": 2880,
     "intermediate_size": 2880,
@@ -30,22 +30,4 @@ _SHAPE: dict[str, Any] = {
 
 
 def gpt_oss_20b() -> Workload:
-    return text_model("gpt-oss-20b", "GptOss", _SHAPE, batch_size=1, seq_len=4096)
-
-
-def small() -> Workload:
-    shape = {
-        **_SHAPE,
-        "vocab_size": 1024,
-        "hidden_size": 128,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "sliding_window": 64,
-        "max_position_embeddings": 256,
-    }
-    return text_model("gpt-oss-test", "GptOss", shape, batch_size=8, seq_len=256)
+    return text_model("gpt-oss-20b", "GptOss", SHAPE, batch_size=1, seq_len=4096)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from remat.models.common import SMALL, text_model
+from remat.models.common import text_model
 from remat.workload.workload import Workload
 
 SHAPE: dict[str, Any] = {
@@ -29,8 +29,3 @@ def llama_1b() -> Workload:
 def llama_8b() -> Workload:
     shape = {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "tie_word_embeddings": False}
     return text_model("llama-8b", "Llama", {**SHAPE, **shape}, batch_size=1, seq_len=4096)
-
-
-def small() -> Workload:
-    shape = {**SHAPE, **SMALL, "intermediate_size": 512, "tie_word_embeddings": True}
-    return text_model("llama-test", "Llama", shape, batch_size=12, seq_len=256)

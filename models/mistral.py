@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from remat.models.common import SMALL, text_model
+from remat.models.common import text_model
 from remat.workload.workload import Workload
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 32768,
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -24,9 +24,4 @@ _SHAPE: dict[str, Any] = {
 
 
 def mistral_7b() -> Workload:
-    return text_model("mistral-7b", "Mistral", _SHAPE, batch_size=1, seq_len=4096)
-
-
-def small() -> Workload:
-    shape = {**_SHAPE, **SMALL, "intermediate_size": 480}
-    return text_model("mistral-test", "Mistral", shape, batch_size=12, seq_len=256)
+    return text_model("mistral-7b", "Mistral", SHAPE, batch_size=1, seq_len=4096)

@@ -14,7 +14,7 @@ from remat.workload.workload import Workload
 
 _KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
 _PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 131072,
     "hidden_size": 2688,
     "num_attention_heads": 32,
@@ -35,31 +35,9 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def _layers(pattern: str) -> dict[str, list[str]]:
+def layers(pattern: str) -> dict[str, list[str]]:
     return {"layers_block_type": [_KINDS[letter] for letter in pattern]}
 
 
 def nemotron_3_nano() -> Workload:
-    return text_model("nemotron-3-nano", "NemotronH", {**_SHAPE, **_layers(_PATTERN)}, batch_size=1, seq_len=4096)
-
-
-def small() -> Workload:
-    shape = {
-        **_SHAPE,
-        **_layers("MEM*EM"),
-        "vocab_size": 1024,
-        "hidden_size": 128,
-        "num_attention_heads": 4,
-        "head_dim": 32,
-        "ssm_state_size": 16,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 32,
-        "n_groups": 2,
-        "chunk_size": 64,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 128,
-        "moe_shared_expert_intermediate_size": 128,
-        "max_position_embeddings": 256,
-    }
-    return text_model("nemotron-3-test", "NemotronH", shape, batch_size=4, seq_len=256)
+    return text_model("nemotron-3-nano", "NemotronH", {**SHAPE, **layers(_PATTERN)}, batch_size=1, seq_len=4096)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from remat.models.common import SMALL, text_model
+from remat.models.common import text_model
 from remat.workload.workload import Workload
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 100352,
     "hidden_size": 5120,
     "intermediate_size": 17920,
@@ -26,9 +26,4 @@ _SHAPE: dict[str, Any] = {
 
 
 def phi_4() -> Workload:
-    return text_model("phi-4", "Phi3", _SHAPE, batch_size=1, seq_len=4096)
-
-
-def small() -> Workload:
-    shape = {**_SHAPE, **SMALL, "intermediate_size": 480, "original_max_position_embeddings": 256}
-    return text_model("phi-4-test", "Phi3", shape, batch_size=12, seq_len=256)
+    return text_model("phi-4", "Phi3", SHAPE, batch_size=1, seq_len=4096)

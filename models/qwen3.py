@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from remat.models import common
 from remat.models.common import text_model
 from remat.workload.workload import Workload
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 151936,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
@@ -20,17 +19,16 @@ _SHAPE: dict[str, Any] = {
     "max_position_embeddings": 40960,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
 }
-SMALL: dict[str, Any] = {**common.SMALL, "head_dim": 32, "intermediate_size": 512}
 
 
 def qwen3_4b() -> Workload:
     shape = {"hidden_size": 2560, "num_hidden_layers": 36, "intermediate_size": 9728, "tie_word_embeddings": True}
-    return text_model("qwen3-4b", "Qwen3", {**_SHAPE, **shape}, batch_size=1, seq_len=4096)
+    return text_model("qwen3-4b", "Qwen3", {**SHAPE, **shape}, batch_size=1, seq_len=4096)
 
 
 def qwen3_8b() -> Workload:
     shape = {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "tie_word_embeddings": False}
-    return text_model("qwen3-8b", "Qwen3", {**_SHAPE, **shape}, batch_size=1, seq_len=4096)
+    return text_model("qwen3-8b", "Qwen3", {**SHAPE, **shape}, batch_size=1, seq_len=4096)
 
 
 def qwen3_30b_a3b() -> Workload:
@@ -44,14 +42,4 @@ def qwen3_30b_a3b() -> Workload:
         "num_experts_per_tok": 8,
         "tie_word_embeddings": False,
     }
-    return text_model("qwen3-30b-a3b", "Qwen3Moe", {**_SHAPE, **shape}, batch_size=1, seq_len=4096)
-
-
-def small() -> Workload:
-    return text_model("qwen3-test", "Qwen3", {**SMALL, "tie_word_embeddings": True}, batch_size=12, seq_len=256)
-
-
-def small_moe() -> Workload:
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    shape = {**SMALL, **experts, "num_hidden_layers": 4, "tie_word_embeddings": False}
-    return text_model("qwen3-30b-a3b-test", "Qwen3Moe", shape, batch_size=12, seq_len=256)
+    return text_model("qwen3-30b-a3b", "Qwen3Moe", {**SHAPE, **shape}, batch_size=1, seq_len=4096)

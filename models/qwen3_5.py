@@ -11,7 +11,7 @@ from typing import Any
 from remat.models.common import text_model
 from remat.workload.workload import Workload
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 248320,
     "hidden_size": 4096,
     "intermediate_size": 12288,
@@ -29,28 +29,9 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def _workload(name: str, shape: dict[str, Any], batch_size: int, seq_len: int) -> Workload:
+def workload(name: str, shape: dict[str, Any], batch_size: int, seq_len: int) -> Workload:
     return text_model(name, "Qwen3_5", shape, config="Qwen3_5TextConfig", batch_size=batch_size, seq_len=seq_len)
 
 
 def qwen3_5_9b() -> Workload:
-    return _workload("qwen3.5-9b", _SHAPE, batch_size=1, seq_len=4096)
-
-
-def small() -> Workload:
-    shape = {
-        **_SHAPE,
-        "vocab_size": 1024,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "max_position_embeddings": 256,
-    }
-    return _workload("qwen3.5-test", shape, batch_size=6, seq_len=256)
+    return workload("qwen3.5-9b", SHAPE, batch_size=1, seq_len=4096)

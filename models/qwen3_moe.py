@@ -31,9 +31,3 @@ SHAPE: dict[str, Any] = {
 
 def qwen3_moe() -> Workload:
     return text_model("qwen3-moe", "Qwen3Moe", SHAPE, batch_size=2, seq_len=1024)
-
-
-def small() -> Workload:
-    layers = {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 24}
-    shape = {**SHAPE, **layers, "moe_intermediate_size": 64, "max_position_embeddings": 128, "vocab_size": 1024}
-    return text_model("qwen3-moe-test", "Qwen3Moe", shape, batch_size=5, seq_len=128)

@@ -18,7 +18,7 @@ from remat.models.common import TRAINING_TEXT, Batch, loss_of, member, token_ids
 from remat.workload.workload import Workload
 
 _IMAGE, _START = 151655, 151652  # the next ids stand for videos, and for the end
-_TEXT: dict[str, Any] = {
+TEXT: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 2560,
     "num_hidden_layers": 36,
@@ -30,7 +30,7 @@ _TEXT: dict[str, Any] = {
     "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20]},
 }
-_VISION: dict[str, Any] = {
+VISION: dict[str, Any] = {
     "depth": 24,
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -104,31 +104,4 @@ def image_and_text(samples: int, length: int, vocab: int, vision: dict[str, Any]
 
 
 def qwen3_vl_4b() -> Workload:
-    return workload("qwen3-vl-4b", _TEXT, _VISION, (_IMAGE, _START), batch_size=1, seq_len=4096)
-
-
-def small() -> Workload:
-    text = {
-        **_TEXT,
-        "vocab_size": 1024,
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "intermediate_size": 384,
-        "max_position_embeddings": 256,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [8, 4, 4]},
-    }
-    vision = {
-        **_VISION,
-        "depth": 4,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 2,
-        "out_hidden_size": 128,
-        "num_position_embeddings": 256,
-        "deepstack_visual_indexes": [1],
-        "patch_size": 8,
-    }
-    return workload("qwen3-vl-test", text, vision, (1020, 1018), batch_size=4, seq_len=256)
+    return workload("qwen3-vl-4b", TEXT, VISION, (_IMAGE, _START), batch_size=1, seq_len=4096)

@@ -15,8 +15,3 @@ def workload(name: str, *, batch_size: int, image_size: int, labels: int, **shap
 def resnet50(image_size: int = 224) -> Workload:
     shape = {"embedding_size": 64, "hidden_sizes": (256, 512, 1024, 2048), "depths": (3, 4, 6, 3)}
     return workload("resnet50", **shape, image_size=image_size, labels=1000, batch_size=256)
-
-
-def small() -> Workload:
-    shape = {"embedding_size": 32, "hidden_sizes": (64, 128, 256, 256), "depths": (2, 2, 2, 2)}
-    return workload("resnet-test", **shape, image_size=128, labels=10, batch_size=96)

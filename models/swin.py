@@ -17,8 +17,3 @@ def workload(name: str, *, batch_size: int, image_size: int, labels: int, **shap
 def swin_base(image_size: int = 224) -> Workload:
     shape = {"embed_dim": 128, "depths": (2, 2, 18, 2), "num_heads": (4, 8, 16, 32), "window_size": 7}
     return workload("swin-base", **shape, image_size=image_size, labels=1000, batch_size=128)
-
-
-def small() -> Workload:
-    shape = {"embed_dim": 32, "depths": (2, 2, 2), "num_heads": (1, 2, 4), "window_size": 4}
-    return workload("swin-test", **shape, image_size=128, labels=10, batch_size=56)

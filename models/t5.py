@@ -29,7 +29,3 @@ def workload(name: str, *, batch_size: int, seq_len: int, **shape: Any) -> Workl
 
 def t5_base() -> Workload:
     return workload("t5-base", d_model=768, num_layers=12, num_heads=12, batch_size=32, seq_len=512)
-
-
-def small() -> Workload:
-    return workload("t5-test", d_model=128, num_layers=4, num_heads=4, batch_size=8, seq_len=256, vocab_size=1024)

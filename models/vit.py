@@ -19,8 +19,3 @@ def workload(name: str, *, batch_size: int, image_size: int, labels: int, **shap
 def vit_l16(image_size: int = 224) -> Workload:
     layers = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
     return workload("vit-l16", **layers, image_size=image_size, labels=1000, batch_size=64)
-
-
-def small() -> Workload:
-    layers = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4}
-    return workload("vit-test", **layers, image_size=192, labels=10, batch_size=48)

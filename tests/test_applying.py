@@ -22,7 +22,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import remat
-from remat import models
 from remat.errors import CaptureError, PlanMismatch, UsageError
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.plan import Plan, Region, to_refs
@@ -38,6 +37,7 @@ from remat.recording.step_contexts import autocast_context
 from remat.recording.tracker import Tracker
 from remat.units import gib
 from remat.workload.workload import Workload
+from tests.small_models import TEST_SIZES
 from tests.toys import (
     CHOICES,
     CONVNET,
@@ -803,7 +803,7 @@ def assorted(graph: Any) -> dict[str, tuple[Region, ...]]:
 )
 def test_evaluator_and_executor_count_the_same_recomputed_nodes(name: str) -> None:
     pytest.importorskip("transformers")
-    workload = models.TEST_SIZES[name]().sized(batch_size=2)
+    workload = TEST_SIZES[name]().sized(batch_size=2)
     fake = FakeStep(workload, device=CPU)
     graph = record(fake)
     memory = Memory(graph)

@@ -27,7 +27,6 @@ from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits
-from remat.models import TEST_SIZES
 from remat.offloading.link import Link
 from remat.planning.profiling import fake_step, profile_step
 from remat.solvers import chain_dp, every_block
@@ -39,6 +38,7 @@ from remat.solvers.reduced_costs import useful_runs
 from tests.examples import examples
 from tests.graphs import ToyNode, chain, crossing_toys, deciding, every_cut, saveable, spaces, toy_graph, toys
 from tests.oracle import Oracle, plans_of
+from tests.small_models import TEST_SIZES
 
 AMPLE = 10**6
 EXACT = Limits(gap=0.0)

@@ -25,7 +25,6 @@ from remat.formulation.liveness import NS
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import Segment, Space, find_space
 from remat.formulation.solution import Limits, Solution
-from remat.models import TEST_SIZES
 from remat.planning.profiling import profile
 from remat.solvers import chain_dp, cp_sat, exact, milp, program
 from remat.solvers.least_peak import least_peak
@@ -34,6 +33,7 @@ from remat.streams import stdout_to_stderr
 from tests.examples import examples
 from tests.graphs import ToyNode, chain, crossing_toys, deciding, every_cut, spaces, toy_graph, toys
 from tests.oracle import Oracle, decides_again, every_plan, is_kept
+from tests.small_models import TEST_SIZES
 
 HIGHS = functools.partial(milp.solve, engine="highs")
 SCIP = functools.partial(milp.solve, engine="scip")

@@ -17,7 +17,6 @@ from remat.evaluation.form import CAPTURED_FORM
 from remat.evaluation.graph import OPTIMIZER_STATE, Graph, Parameter
 from remat.evaluation.plan import AllocatorPeaks, Plan, from_refs
 from remat.formulation.solution import Limits, Solution
-from remat.models import TEST_SIZES
 from remat.planning.budget import Budget, parse_budget, usable_bytes
 from remat.planning.card import reserving_at_most
 from remat.planning.estimate import estimate_of
@@ -34,6 +33,7 @@ from remat.validation.prediction import simulated
 from remat.workload.target import Target
 from remat.workload.training_loop import TrainingLoop
 from tests.cached import cached
+from tests.small_models import TEST_SIZES
 from tests.studies import plan_profile
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat import models, solvers
+from remat import solvers
 from remat.costing.costs import estimated_costs
 from remat.costing.planning_device import find_planning_device
 from remat.evaluation.plan import Region
@@ -42,6 +42,7 @@ from tests.graphs import (
     toys,
 )
 from tests.oracle import Oracle, decides_again
+from tests.small_models import TEST_SIZES
 
 pytestmark = pytest.mark.filterwarnings(DYNAMO_LOOKS_AT_GRAD)
 
@@ -65,7 +66,7 @@ def recorded_problem(name: str) -> Problem:
     """Of a toy or a model at test size, recorded and costed for an H100."""
     if name in MODELS:
         place = find_planning_device("h100-80gb")
-        profile = profile_step(fake_step(models.TEST_SIZES[name](), place), place)
+        profile = profile_step(fake_step(TEST_SIZES[name](), place), place)
         return Problem(profile.graph, profile.costs, find_space(profile.graph), AMPLE)
     workloads = {**TOYS, BATCH_NORM.name: BATCH_NORM, **{w.name: w for w in small.WORKLOADS.values()}}
     graph = recorded(workloads[name]).graph

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from remat import models
 from remat.capture.anchors import identity_of
 from remat.capture.dynamo import GraphCalls
 from remat.errors import PlanMismatch, UsageError
@@ -46,6 +45,7 @@ from remat.workload.workload import Workload
 from tests import toys
 from tests.graphs import BATCH_NORM, DYNAMO_LOOKS_AT_GRAD, TOYS
 from tests.graphs import recorded as recorded_toy
+from tests.small_models import TEST_SIZES
 from tests.toys import CPU, TRANSFORMER, WIDTH, Choose, half_saved, plan_by_hand, plan_for
 
 pytestmark = [
@@ -486,9 +486,9 @@ def test_what_a_captured_graph_says_of_its_nodes_is_what_the_record_saw(name: st
 
 @pytest.mark.exhaustive
 @pytest.mark.often("convnextv2-base")
-@pytest.mark.parametrize("name", models.TEST_SIZES)
+@pytest.mark.parametrize("name", TEST_SIZES)
 def test_what_a_model_says_of_its_nodes_is_what_the_record_saw(name: str) -> None:
-    assert_as_recorded(record(FakeStep(models.TEST_SIZES[name](), device=CPU)))
+    assert_as_recorded(record(FakeStep(TEST_SIZES[name](), device=CPU)))
 
 
 def assert_as_recorded(graph: Graph) -> None:
@@ -723,7 +723,7 @@ def test_what_is_known_to_differ_is_named() -> None:
 @pytest.mark.nightly
 def test_fields_of_a_configuration_are_named() -> None:
     transformers = pytest.importorskip("transformers")
-    workload = models.TEST_SIZES["gpt2"]().sized(batch_size=1, seq_len=8)
+    workload = TEST_SIZES["gpt2"]().sized(batch_size=1, seq_len=8)
     plan = plan_for(workload)
     config: Any = workload.build().config
     config._attn_implementation = "eager"

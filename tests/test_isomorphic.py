@@ -20,10 +20,11 @@ from remat.evaluation.graph import Graph
 from remat.formulation.choices import Run
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import Space, find_space
-from remat.models import bert, gpt2, qwen3_moe, resnet, t5
+from remat.models import gpt2, t5
 from remat.planning.profiling import fake_step, profile_step
 from remat.workload.target import TARGETS
 from remat.workload.workload import Workload
+from tests import small_models
 from tests.examples import examples
 from tests.graphs import TOYS, ToyNode, chain, every_cut, recorded, toy_graph, toys
 
@@ -31,9 +32,9 @@ AMPLE = 10**12
 MODELS: dict[str, Callable[[], Workload]] = {
     "gpt2": lambda: gpt2.workload("gpt2", n_embd=32, n_layer=5, n_head=2, batch_size=2, n_positions=16, vocab_size=64),
     "t5": lambda: t5.workload("t5", d_model=32, num_layers=3, num_heads=2, batch_size=2, seq_len=16, vocab_size=64),
-    "bert": bert.small,
-    "qwen3-moe": qwen3_moe.small,
-    "resnet50": resnet.small,
+    "bert": small_models.bert,
+    "qwen3-moe": small_models.qwen3_moe,
+    "resnet50": small_models.resnet,
 }
 
 

@@ -25,12 +25,12 @@ from remat.costing.profile import Profile
 from remat.costing.roofline import kernel_us
 from remat.errors import UsageError
 from remat.evaluation.graph import OpKind
-from remat.models import TEST_SIZES
 from remat.planning.planner import plan
 from remat.planning.profiling import profile
 from remat.workload.target import TARGETS
 from remat.workload.workload import Workload
 from tests.command_line import Remat
+from tests.small_models import TEST_SIZES
 from tests.toys import TRANSFORMER
 
 H100 = TARGETS["h100-80gb"]

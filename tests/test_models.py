@@ -13,6 +13,7 @@ from remat import models
 from remat.errors import UsageError
 from remat.models.adapters import Lora, with_lora
 from remat.workload.workload import Workload
+from tests.small_models import MORE_TEST_SIZES, TEST_SIZES
 
 pytest.importorskip("transformers")
 
@@ -49,7 +50,7 @@ PUBLISHED = {
     "swin-base": 87_768_224,
 }
 
-SMALL = models.TEST_SIZES | models.MORE_TEST_SIZES
+SMALL = TEST_SIZES | MORE_TEST_SIZES
 
 
 def parameters(model: nn.Module) -> int:
@@ -121,7 +122,7 @@ def test_gpt2_is_captured_as_one_graph() -> None:
         graphs.append(graph)
         return graph
 
-    workload = models.TEST_SIZES["gpt2"]()
+    workload = TEST_SIZES["gpt2"]()
     torch._dynamo.reset()
     model = workload.build()
     model.compile(backend=count)

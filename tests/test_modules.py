@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from remat import models
 from remat.cli import main as cli
 from remat.costing.costs import estimated_costs
 from remat.costing.planning_device import find_planning_device as place_named
@@ -36,6 +35,7 @@ from remat.validation.validating import validate
 from remat.workload.target import TARGETS
 from remat.workload.workload import Workload
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
+from tests.small_models import TEST_SIZES
 from tests.studies import plan_profile
 from tests.toys import (
     CONVNET,
@@ -373,7 +373,7 @@ def test_evaluator_and_untraced_replay_need_the_same_memory(name: str, target: s
     """To the byte for layers. The smallest modules hold on to arguments of which their graph takes a view."""
     pytest.importorskip("transformers")
     where = place_named(target)
-    step = fake_step(models.TEST_SIZES[name]().sized(batch_size=2), where)
+    step = fake_step(TEST_SIZES[name]().sized(batch_size=2), where)
     graph = record(step, alignment_bytes=where.target.alignment_bytes)
     modules = find_module_space(graph).modules
     numbers = graph.unseen_bytes

@@ -38,7 +38,7 @@ from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits
 from remat.host.copies import Copies, InstantCopies
-from remat.models import TEST_SIZES, gpt2
+from remat.models import gpt2
 from remat.offloading.link import Link
 from remat.offloading.refs import from_offload_refs, require_kept, to_offload_refs
 from remat.offloading.relief import Relief
@@ -62,6 +62,7 @@ from tests.fuzzing import verdicts
 from tests.graphs import spaces, toy_graph, toys
 from tests.offloads import FAULTS, Fault, LateCopies, late_copies, random_offloads
 from tests.oracle import every_plan
+from tests.small_models import TEST_SIZES
 from tests.studies import compared, plan_profile
 from tests.toys import CHOICES, SHORT, WORKLOADS, plan_by_hand, planned_graphs, recorded, tokens
 from tests.toys import every_block as every_block_of

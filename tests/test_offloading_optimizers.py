@@ -28,7 +28,6 @@ from remat.execution.eager.replay import replay
 from remat.host import optimizer_state
 from remat.host.copies import InstantCopies
 from remat.host.optimizer_state import OffloadedState, can_be_offloaded, offload_optimizer, offloaded_state
-from remat.models import TEST_SIZES
 from remat.planning.links import beside_state, link_of, loop_with, state_on_host, state_wait_us
 from remat.planning.profiling import fake_step, profile_step
 from remat.recording.record import record
@@ -39,6 +38,7 @@ from remat.workload.workload import Workload
 from tests.cached import cached
 from tests.devices import DEVICE, WHERE_LATE
 from tests.offloads import FAULTS, Fault, LateCopies, late_copies
+from tests.small_models import TEST_SIZES
 from tests.toys import SHORT
 
 WIDTH = 40

@@ -16,13 +16,13 @@ from remat.cli.model_spec import ModelSpec
 from remat.errors import UsageError
 from remat.evaluation.graph import Graph
 from remat.execution.apply import apply, counts_of
-from remat.models import qwen3
 from remat.models.adapters import Lora, with_lora
 from remat.models.common import text_model
 from remat.models.quantized import quantized
 from remat.recording.fake_step import FakeStep
 from remat.recording.tracker import Tracker
 from remat.workload.workload import Workload
+from tests.small_models import QWEN3
 from tests.toys import every_block, plan_by_hand, recorded
 
 pytest.importorskip("transformers")
@@ -40,7 +40,7 @@ SAMPLES, LENGTH, LAYERS = 2, 16, 2
 
 
 def workload() -> Workload:
-    shape = {**qwen3.SMALL, "num_hidden_layers": LAYERS, "tie_word_embeddings": True}
+    shape = {**QWEN3, "num_hidden_layers": LAYERS, "tie_word_embeddings": True}
     made = text_model("tiny", "Qwen3", shape, batch_size=SAMPLES, seq_len=LENGTH)
     return with_lora(quantized(made, "nf4"), Lora(4), frozen=None)
 

@@ -32,7 +32,6 @@ from remat.execution.eager.saving import Replay, Save
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import blocks, find_space, saveable
 from remat.formulation.solution import Limits
-from remat.models import TEST_SIZES
 from remat.planning.budget import Budget
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.search import Judge
@@ -43,6 +42,7 @@ from remat.solvers import load
 from remat.units import gib
 from remat.workload.training_loop import TrainingLoop
 from tests import toys
+from tests.small_models import TEST_SIZES
 from tests.studies import plan_profile
 
 TARGETS = ("cpu", "a100-80gb", "h100-80gb")  # where attention is the CPU's, flash, and cuDNN's

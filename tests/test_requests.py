@@ -14,7 +14,6 @@ from remat.costing.workspaces import workspace_bytes
 from remat.cuda_kernels.autocast import cast_call
 from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import OpKind
-from remat.models import TEST_SIZES
 from remat.planning.profiling import fake_step
 from remat.recording.record import record
 from remat.reservation.fragmentation import footprint
@@ -22,6 +21,7 @@ from remat.reservation.workspace_parts import parts_of
 from remat.validation.training import Training, collect
 from remat.workload.target import Target, target_of
 from remat.workload.training_loop import TrainingLoop
+from tests.small_models import TEST_SIZES
 from tests.toys import every_block, plan_by_hand
 
 LEAST_BYTES = 2048  # of a request that is compared: states of generators and scalars are left out

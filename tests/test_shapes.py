@@ -17,7 +17,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn import functional as F
 
 import remat
-from remat import models
 from remat.capture.dynamic_shapes import move_sizes_first
 from remat.capture.dynamo import GraphCalls
 from remat.capture.nodes import captured_nodes
@@ -32,6 +31,7 @@ from remat.recording.step_contexts import autocast_context
 from remat.validation.kernel_log import KernelLog
 from remat.workload.workload import Workload
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
+from tests.small_models import TEST_SIZES
 from tests.toys import (
     CHOICES,
     CPU,
@@ -107,7 +107,7 @@ def test_a_smaller_batch_and_a_batch_of_one_are_two_traces_more() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "resnet50"])
 def test_kernels_at_a_shape_that_was_not_traced_are_those_of_the_untouched_model(name: str) -> None:
     pytest.importorskip("transformers")
-    workload = models.TEST_SIZES[name]().sized(batch_size=4)
+    workload = TEST_SIZES[name]().sized(batch_size=4)
     length = workload.seq_len and 32
     workload = workload.sized(seq_len=length)
     graph = graph_of(workload)
@@ -136,7 +136,7 @@ def test_a_loss_in_chunks_of_padded_or_packed_text_trains_at_other_lengths(
     masked: Callable[[Workload], Workload],
 ) -> None:
     pytest.importorskip("transformers")
-    alone = dataclasses.replace(models.TEST_SIZES["gpt2"](), optimizer=None)
+    alone = dataclasses.replace(TEST_SIZES["gpt2"](), optimizer=None)
     workload = masked(alone.sized(2, 32)).sized(2, 96)
     plan = remat.plan(workload, budget="50%step", target="cpu", limits=Limits(time_s=5), forms=CHUNKED)
     assert plan.about["chunks"]  # its logits are withheld, by a node in front of the graph's inputs

@@ -21,7 +21,6 @@ from remat.errors import RematError, UsageError
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits, Solution
-from remat.models import TEST_SIZES
 from remat.offloading.link import Link
 from remat.planning.planner import plan
 from remat.planning.profiling import fake_step, profile_step
@@ -32,6 +31,7 @@ from remat.solvers import HEURISTICS, exact
 from remat.solvers.least_peak import least_peak
 from tests import toys
 from tests.graphs import DYNAMO_LOOKS_AT_GRAD
+from tests.small_models import TEST_SIZES
 from tests.studies import changing, traced
 from tests.test_chunking import LANGUAGE
 

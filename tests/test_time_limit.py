@@ -16,13 +16,13 @@ from remat.execution.modules.search_space import find_module_space
 from remat.formulation.problem import Problem
 from remat.formulation.search_space import find_space
 from remat.formulation.solution import Limits, Solution
-from remat.models import TEST_SIZES
 from remat.planning.budget import Budget
 from remat.planning.profiling import fake_step, profile_step
 from remat.planning.request import PlanRequest
 from remat.recording.fake_step import FakeStep
 from remat.solvers import load
 from remat.work import worked_s
+from tests.small_models import TEST_SIZES
 from tests.studies import plan_profile
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")

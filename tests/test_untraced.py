@@ -19,7 +19,6 @@ from remat.evaluation.evaluator import Memory
 from remat.evaluation.graph import TRACED_ONLY
 from remat.evaluation.plan import Plan
 from remat.formulation.solution import NONE_NEEDED, TRACING_ALONE
-from remat.models import TEST_SIZES
 from remat.planning.budget import Budget
 from remat.planning.estimate import estimate_of
 from remat.planning.micro_batches import RUNGS
@@ -31,6 +30,7 @@ from remat.validation.validating import validate
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
 from tests.cached import cached
+from tests.small_models import TEST_SIZES
 from tests.studies import compared, fit_all, plan_profile, traced
 from tests.toys import CPU, TRANSFORMER, Transformer
 

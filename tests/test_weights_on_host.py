@@ -29,7 +29,6 @@ from remat.execution.apply import planned_forward
 from remat.host import weights as module
 from remat.host.copies import Copies, InstantCopies
 from remat.host.weights import AT_ONCE, HostWeights, Layer, bring_weights_back, layers_of, spread, weights_on_host
-from remat.models import TEST_SIZES
 from remat.models.adapters import Lora, with_lora
 from remat.models.quantized import quantized
 from remat.planning import layers_on_host
@@ -46,6 +45,7 @@ from tests.examples import examples
 from tests.fuzzing import sensible
 from tests.offloads import Fault, LateCopies, late_copies
 from tests.random_models import regions
+from tests.small_models import TEST_SIZES
 from tests.toys import (
     CHOICES,
     TRANSFORMER,
