@@ -81,27 +81,13 @@ class Report:
         return equal and nodes["observed"] in (nodes["planned"], None) and moved and self.within_budget
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "measured": self.measured,
-            "predicted": self.predicted,
-            "untouched": self.untouched,
-            "loss_equal": self.loss_equal,
-            "gradients_equal": self.gradients_equal,
-            "gradients_bitwise": self.gradients_bitwise,
-            "gradients_near": self.gradients_near,
-            "groups_near": self.groups_near,
-            "max_gradient_error": self.max_gradient_error if math.isfinite(self.max_gradient_error) else None,
-            "within_budget": self.within_budget,
-            "recomputed_nodes": self.recomputed_nodes,
-            "offloads": self.offloads,
-            "kernels_equal": self.kernels_equal,
-            "kernel_differences": list(self.kernel_differences),
-            "device": self.device,
-            "batch_size": self.batch_size,
-            "seq_len": self.seq_len,
-            "notes": list(self.notes),
-            "passed": self.passed,
-        }
+        """Return every field but the workload and the limit, and the verdicts."""
+        fields = {name: value for name, value in vars(self).items() if name not in ("workload", "limit")}
+        found = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+        if not math.isfinite(self.max_gradient_error):
+            found["max_gradient_error"] = None
+        verdicts = ("gradients_bitwise", "within_budget", "kernels_equal", "passed")
+        return {**found, **{name: getattr(self, name) for name in verdicts}}
 
     def _repr_html_(self) -> str:
         name, limit_bytes = self.limit
