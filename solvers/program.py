@@ -194,7 +194,7 @@ def _search(program: Program, backend: Backend, limits: Limits, found: _Incumben
         regions = program.regions(outcome.values)
         violated = over_budget(problem, regions)
         if violated is None:
-            objective_us = program.objective_at(outcome.values) / NS
+            objective_us = problem.objective_us(regions)  # SCIP's values may break a row, and claim less
             if found.best.status == "unknown" or objective_us < found.best.objective_us:
                 found.best = Solution(found.name, "feasible", regions, objective_us)
             return
@@ -499,9 +499,6 @@ class Program:
         chosen, saved = self._chosen(regions)
         terms = [(x, 1) for x in chosen] + [(s, 1 if s in saved else -1) for s in self.s.values()]
         self._require(terms, len(chosen) + len(saved) - 1)
-
-    def objective_at(self, values: Sequence[int]) -> int:
-        return sum(coefficient * values[variable] for variable, coefficient in self.objective)
 
     def regions(self, values: Sequence[int]) -> tuple[Region, ...]:
         """Return the plan that `values` describe."""
