@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -625,6 +626,9 @@ class ScriptedStep:
     def run_again(self) -> None:
         self.signatures = (Signature(next(self._later), ()),)
 
+    def run_untraced(self) -> None:
+        raise AssertionError
+
     def forward(self) -> torch.Tensor:
         return torch.zeros(())
 
@@ -716,6 +720,88 @@ def test_a_counter_that_a_trace_cannot_leave_open_is_told_of_by_name(monkeypatch
     assert plan.about["carried"] == {"steps": "number"}
     with pytest.warns(UserWarning, match=r"traced 4 times, because of what it changes .*`steps`.*register_buffer"):
         trained(work, plan, 5)
+
+
+# Containers
+
+
+class Relative(Stack):
+    """Reads the first number of a list that grows for ever, as GradNorm does its first losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.history.append(y.detach().norm())
+        return y / self.history[0]
+
+
+class WarmingUp(Relative):
+    """Takes another way until a list has a number of items."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = Stack.forward(self, x)
+        if len(self.history) < 5:
+            self.history.append(y.detach().norm())
+            y = y * 0.5
+        return y
+
+
+class Recent(Stack):
+    """Compares with the oldest of the last three, once there are three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent: collections.deque[torch.Tensor] = collections.deque(maxlen=3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.recent.append(y.detach().mean())
+        return y + self.recent[0] if len(self.recent) == 3 else y
+
+
+class InTurn(Stack):
+    """Takes the rates of a dictionary in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = collections.OrderedDict((number, torch.tensor(0.5 + number)) for number in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rates.move_to_end(next(iter(self.rates)))
+        return super().forward(x) * next(iter(self.rates.values()))
+
+
+class Visited(Stack):
+    """Keeps the numbers of its forwards in a set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.count = set[int](), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add(self.count)
+        self.count += 1
+        return super().forward(x) * (0.5 if 2 in self.seen else 1.0)
+
+
+CONTAINERS = {kind.__name__.lower(): kind for kind in (Relative, WarmingUp, Recent, InTurn, Visited)}
+
+
+@pytest.mark.parametrize("name", names_of(CONTAINERS, {"relative", "warmingup", "recent"}))
+def test_a_container_that_a_forward_changes_and_reads_is_as_without_a_plan(name: str) -> None:
+    work = workload(CONTAINERS[name])
+    plan = tight(work)
+    model = is_bitwise(work, plan, 9)
+    assert counts_of(model).regions >= 3 * len(plan.regions) > 0
+
+
+def test_forwards_that_only_append_to_a_list_are_traced_once() -> None:
+    work, counts = workload(CARRYING["statistics"]), list[int]()
+    is_bitwise(work, tight(work), 5, between=lambda model, i: counts.append(frames_traced()))
+    assert counts[6] == counts[9]
 
 
 # No trace

@@ -32,7 +32,6 @@ from remat.capture.model_state import (
     LARGEST_BYTES,
     MOST_NAMED_BYTES,
     MOST_NAMED_OBJECTS,
-    AppendedLists,
     ModelState,
     Numbers,
     SharedState,
@@ -688,18 +687,41 @@ def test_a_large_bank_of_a_planned_steps_object_is_its_state(as_step: Callable[[
     assert not banked.bank.any()  # type: ignore[attr-defined]
 
 
-def test_lists_are_empty_while_a_forward_appends_to_them_and_numbers_are_put_back() -> None:
+def test_numbers_are_put_back_and_lists_where_that_is_asked_for() -> None:
     model = Model()
-    past, numbers = model.pair[1].past, Numbers(ModelState(model), {"steps", "pair.calls", "Model.calls"})
-    past.append(torch.zeros(1))
-    with AppendedLists(ModelState(model), {"pair.past"}).emptied():
-        assert past == []
-        past.append(torch.ones(1))
-    assert [float(each) for each in past] == [0.0, 1.0]
+    names = {"steps", "pair.calls", "Model.calls"}
+    numbers, lists = Numbers(ModelState(model), names), Numbers(ModelState(model), (), lists={"pair.past"})
     model.steps, model.pair[1].calls = 7, 7
     Model.calls = 7
+    model.pair[1].past.append(torch.zeros(1))
     numbers.put_back()
-    assert (model.steps, model.pair[1].calls, Model.calls) == (0, 0, 0)
+    assert (model.steps, model.pair[1].calls, Model.calls) == (0, 0, 0) and len(model.pair[1].past) == 1
+    lists.put_back()
+    assert model.pair[1].past == []
+
+
+def test_numbers_in_containers_are_put_back() -> None:
+    model: Any = Model()
+    model.listed, model.mixed = [1, 2], [1, torch.ones(1)]
+    numbers = Numbers(ModelState(model), {"ids", "listed", "mixed"})
+    model.ids.add(2)
+    model.listed[:] = [3]
+    model.mixed.clear()  # of what else it holds nothing is known
+    numbers.put_back()
+    assert (model.ids, model.listed, model.mixed) == ({1}, [1, 2], [])
+
+
+def test_another_order_of_keys_is_a_change_and_is_put_back() -> None:
+    model: Any = Model()
+    model.ordered = table = collections.OrderedDict(a=1, b=2)
+    state = ModelState(model)
+    table["c"] = 3
+    assert state.changes() == {"ordered['c']": "other"}
+    table.move_to_end("a")
+    assert state.changes() == {"ordered['c']": "other", "ordered": "other"}
+    assert state.lengths["ordered"] == 2 and ModelState(model).lengths["ordered"] == 3
+    state.put_back()
+    assert [*table] == ["a", "b"] and not state.changes()
 
 
 # On fakes

@@ -45,6 +45,7 @@ from remat.capture.attention_masks import (
     given_masks,
     masks_of,
 )
+from remat.capture.containers import kept_containers
 from remat.capture.dynamic_shapes import has_sizes, has_sizes_alone, move_sizes_first
 from remat.capture.eager_answers import Answers, Capture, answering, captured_elsewhere
 from remat.capture.eager_tensors import eager_tensors
@@ -236,6 +237,7 @@ class GraphCalls:
         with (
             dynamo_settings(opens_numbers=self.opens_numbers),
             open_numbers(),
+            kept_containers(),
             refused,
             answering(),
             eager_tensors(),

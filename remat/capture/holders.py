@@ -117,8 +117,10 @@ class Holder:
 
     read   the values held now        write  hold these values, and no others
     named  the name of the value under a key
+    has_length  whether it is a list, a deque, a dictionary or a set
     """
 
+    has_length = False
     __slots__ = ("_held", "_iterators", "name", "was")
 
     def __init__(self, name: str, held: Any):
@@ -138,6 +140,10 @@ class Holder:
     def put(self, key: Any, value: Any) -> None:
         """Hold `value` under an existing key."""
         self._held[key] = value
+
+    def is_whole(self, names: Container[str], *, numbers: bool = True) -> bool:
+        """Return whether this is a list or a set of one of the `names`; of `numbers` alone."""
+        return False
 
     def put_back(self) -> None:
         gone_on = {key: copy.copy(it) for key, it in self._iterators.items() if not _is_at(self._held_at(key), it)}
@@ -320,6 +326,7 @@ def _items_of(held: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
 class _Dict(Holder):
     """A dictionary; in dictionaries of hooks, this library's own hooks do not count."""
 
+    has_length = True
     __slots__ = ()
 
     def read(self) -> dict[Any, Any]:
@@ -333,11 +340,32 @@ class _Dict(Holder):
     def named(self, key: Any) -> str:
         return f"{self.name}[{key!r}]"
 
+    def is_whole(self, names: Container[str], *, numbers: bool = True) -> bool:
+        return self.name in names and _are_numbers(self.was.values(), numbers)
+
+    def changes(self) -> Iterator[Change]:
+        yield from super().changes()
+        now = self.read()
+        if [key for key in self.was if key in now] != [key for key in now if key in self.was]:  # their order
+            yield self.name, OTHER
+
+
+def _are_numbers(values: Iterable[Any], is_asked: bool) -> bool:
+    return not is_asked or all(isinstance(each, NUMBERS) for each in values)
+
 
 class _List(Holder):
     """A list or a deque."""
 
+    has_length = True
     __slots__ = ()
+
+    def is_whole(self, names: Container[str], *, numbers: bool = True) -> bool:
+        return self.name in names and _are_numbers(self.was.values(), numbers)
+
+    def put(self, key: Any, value: Any) -> None:
+        if key < len(self._held):
+            self._held[key] = value
 
     def read(self) -> dict[Any, Any]:
         kind = list if isinstance(self._held, list) else collections.deque
@@ -359,7 +387,14 @@ class _List(Holder):
 
 
 class _Set(Holder):
+    has_length = True
     __slots__ = ()
+
+    def is_whole(self, names: Container[str], *, numbers: bool = True) -> bool:
+        return self.name in names and _are_numbers(self.was, numbers)
+
+    def put(self, key: Any, value: Any) -> None:
+        self._held.add(value)
 
     def read(self) -> dict[Any, Any]:
         return {each: each for each in self._held}

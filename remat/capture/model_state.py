@@ -194,6 +194,11 @@ class ModelState:
             return found | {tensor.name: TENSOR for tensor in tensors if tensor.has_changed()}
 
     @property
+    def lengths(self) -> dict[str, int]:
+        """Lengths of lists, deques, dictionaries and sets, by name."""
+        return {each.name: len(each.was) for each in self._holders if each.has_length}
+
+    @property
     def only_once(self) -> list[str]:
         """Names of sources that give each value once, and of unknown state: one forward more changes them for good."""
         once = [holder.name for holder in self._holders if isinstance(holder, GivenOnce)]
@@ -388,38 +393,26 @@ class ModelState:
 
 
 class Numbers:
-    """The numbers of a state of some `names`, at the moment of construction."""
+    """The numbers of a state of some `names`, at the moment of construction.
 
-    def __init__(self, state: ModelState | None, names: Collection[str]):
+    lists  names of lists that are put back to what they were, whatever they hold
+    """
+
+    def __init__(self, state: ModelState | None, names: Collection[str], *, lists: Collection[str] = ()):
         holders = () if state is None else state.holders
+        self._whole = [each for each in holders if each.is_whole(names) or each.is_whole(lists, numbers=False)]
         held = ((holder, key, value) for holder in holders for key, value in holder.was.items())
-        self._held = [each for each in held if isinstance(each[2], NUMBERS) and each[0].named(each[1]) in names]
+        self._held = [
+            (holder, key, value)
+            for holder, key, value in held
+            if isinstance(value, NUMBERS) and holder.named(key) in names and holder not in self._whole
+        ]
 
     def put_back(self) -> None:
+        for holder in self._whole:
+            holder.put_back()
         for holder, key, value in self._held:
             holder.put(key, value)
-
-
-class AppendedLists:
-    """Lists in a state of some `names` that a forward only appends to."""
-
-    def __init__(self, state: ModelState | None, names: Collection[str]):
-        holders = () if state is None else state.holders
-        held = ((holder, key) for holder in holders for key, value in holder.was.items() if isinstance(value, list))
-        self._held = [(holder, key) for holder, key in held if holder.named(key) in names]
-
-    @contextlib.contextmanager
-    def emptied(self) -> Iterator[None]:
-        """Empty the lists while the context is open, since a trace would specialize on their length; then join them."""
-        lists = [found for holder, key in self._held if isinstance(found := holder.read().get(key), list)]
-        before = [list(found) for found in lists]
-        for found in lists:
-            found.clear()
-        try:
-            yield
-        finally:
-            for found, kept in zip(lists, before, strict=True):
-                found[:0] = kept
 
 
 class SharedState:

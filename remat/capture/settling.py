@@ -24,10 +24,10 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from remat._torch.dynamo import graph_breaks
+from remat._torch.dynamo import frames_traced, graph_breaks
 from remat.capture.anchors import Signature
 from remat.capture.eager_answers import Answers
-from remat.capture.holders import NUMBER
+from remat.capture.holders import GROWN, NUMBER
 from remat.capture.model_state import ModelState
 from remat.capture.opaque_functions import changing_functions, functions_behind
 from remat.errors import CaptureError, RematError
@@ -53,14 +53,14 @@ class EarlyObservations:
     history  the graph calls of each step
     carried  state of the model that every step changes, including periodic changes: kinds by name
     shared   names of carried state that the model shares with the rest of the program
-    appended names of carried lists that a step only appends to
+    grown_and_read  names of carried lists that grow and that a forward reads, so that every forward is traced anew
     by_traces  whether the first graphs are others because they are traced then, and not because of what is carried
     """
 
     history: tuple[tuple[Signature, ...], ...] = ()
     carried: Mapping[str, str] = dataclasses.field(default_factory=dict)
     shared: tuple[str, ...] = ()
-    appended: tuple[str, ...] = ()
+    grown_and_read: tuple[str, ...] = ()
     by_traces: bool = False
 
     @property
@@ -75,7 +75,7 @@ class EarlyObservations:
         found: dict[str, Any] = {"early_graphs": list(keys)}
         found["early_forwards"] = self.history.index(recorded) if recorded in self.history else 0
         found |= {"carried": dict(self.carried), "carried_shared": list(self.shared)}
-        found |= {"appended": list(self.appended), EARLY_BY_TRACES: self.by_traces}
+        found |= {EARLY_BY_TRACES: self.by_traces}
         return {name: value for name, value in found.items() if value}
 
 
@@ -96,6 +96,7 @@ class SteadyStep(Protocol):
     def signatures(self) -> tuple[Signature, ...]: ...
     def capture_anew(self, answers: Answers | None) -> None: ...
     def forward(self) -> Any: ...
+    def run_untraced(self) -> None: ...
     def state(self) -> ModelState: ...
 
 
@@ -165,7 +166,8 @@ def _steady(step: SteadyStep, run_again: Callable[[], None], answers: Answers | 
     history: list[tuple[Signature, ...]] = []
     forwards, settled = 0, False
     last: list[tuple[Signature, ...]] = []
-    by_traces = False
+    by_traces = reads_grown = False
+    least: int | None = None  # forwards, until a list that they read has stopped growing
     while not settled:
         tables, begins = _state_of(step.model), len(history)
         found = _captured(step, answers)
@@ -174,12 +176,16 @@ def _steady(step: SteadyStep, run_again: Callable[[], None], answers: Answers | 
         history.append(step.signatures)
         settled, stays = _state_of(step.model) == tables, False
         while not stays:
-            tables, before = _state_of(step.model), step.state()
+            tables, before, traced = _state_of(step.model), step.state(), frames_traced()
             run_again()
             forwards += 1
             history.append(step.signatures)
             carried = before.changes(statistics=False)
+            reads_grown = frames_traced() > traced and step.state().lengths != before.lengths
             stays = history[-1] == history[-2] and _state_of(step.model) == tables
+            if stays and reads_grown:
+                least = forwards + _growing_forwards(step) if least is None else least
+                stays = forwards >= least
             settled = settled and stays
             fills = any(kind != NUMBER for kind in carried.values())
             if not settled and forwards >= (MOST_WITH_STATE if fills else MOST_FORWARDS):
@@ -194,7 +200,29 @@ def _steady(step: SteadyStep, run_again: Callable[[], None], answers: Answers | 
             by_traces = settled
         last = history[begins:]
     shared = tuple(name for name in carried if name in before.shared_names)
-    return dataclasses.replace(found, early=EarlyObservations(tuple(history), carried, shared, (), by_traces))
+    grown = tuple(name for name, kind in carried.items() if kind == GROWN and reads_grown)
+    early = EarlyObservations(tuple(history), carried, shared, grown, by_traces)
+    return dataclasses.replace(found, early=early)
+
+
+def _growing_forwards(step: SteadyStep) -> int:
+    """Return after how many forwards more no container grows any more, as in a warm-up; 0 if one grows for ever."""
+    begun = step.state()
+    if begun.only_once:
+        return 0
+    before, found = begun, 0
+    try:
+        for forward in range(1, MOST_WITH_STATE):
+            step.run_untraced()
+            now = step.state()
+            if now.lengths == before.lengths:
+                found = forward
+                break
+            before = now
+    except CaptureError:  # it cannot run untraced on fakes
+        found = 0
+    begun.put_back()
+    return found
 
 
 def _unsteady(carried: Mapping[str, str]) -> CaptureError:

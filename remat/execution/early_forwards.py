@@ -18,7 +18,6 @@ Filling the state in advance was rejected: a step would start from what no forwa
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from remat.capture.anchors import graph_key
 from remat.capture.holders import GROWN
 from remat.capture.kept_tensors import are_bitwise_equal
-from remat.capture.model_state import AppendedLists, ModelState
+from remat.capture.model_state import ModelState
 from remat.capture.settling import EARLY_BY_TRACES, listed
 from remat.errors import CaptureError
 from remat.evaluation.plan import Plan
@@ -47,7 +46,6 @@ class EarlyForwards:
         self._plan = plan
         self._keys = frozenset(plan.about.get("early_graphs", ()))
         self.carried: dict[str, str] = plan.about.get("carried", {})
-        self._appended: AppendedLists | None = None  # found at the first forward
         self.carries_numbers = any(kind != GROWN for kind in self.carried.values())  # also in replaced state
 
     @property
@@ -59,13 +57,6 @@ class EarlyForwards:
     def may_complete(self) -> bool:
         """Whether an early forward may only create what is missing, or be an early one for its traces alone."""
         return not self.carried or EARLY_BY_TRACES in self._plan.about
-
-    def appended_in(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a planned forward: lists that the forward only appends to start empty."""
-        if self._appended is None:
-            names = self._plan.about.get("appended", ())
-            self._appended = AppendedLists(ModelState(model, data=False) if names else None, names)
-        return self._appended.emptied()
 
     def has(self, graph_module: fx.GraphModule) -> bool:
         """Return whether `graph_module` is a graph of an early forward."""

@@ -27,9 +27,8 @@ from remat.capture.eager_answers import Answers
 from remat.capture.elsewhere import CaptureDevice
 from remat.capture.fake_model import fake_model
 from remat.capture.grouped_products import grouped_products
-from remat.capture.holders import GROWN
 from remat.capture.kernels_on_fakes import kernels_on_fakes
-from remat.capture.model_state import AppendedLists, Numbers
+from remat.capture.model_state import Numbers
 from remat.capture.opaque_functions import known_functions
 from remat.capture.settling import EarlyObservations, settle
 from remat.errors import CaptureError, RematError
@@ -91,7 +90,8 @@ class FakeStep:
                are substituted
     trails         of the captured forwards that ran so far under the same answers
     early          how the first steps differ; known once one has run
-    held_numbers   values of the model's counters at the beginning of a step, so that no new value is traced anew
+    held_numbers   values of the model's counters at the beginning of a step, so that no new value is traced anew; lists
+                   that it reads as they grow are put back as well
     evaluates      whether a backward goes through forwards of evaluation mode too, which a plan leaves alone
     trained        the parameters that required a gradient as the model was built, or after a first forward
     looks          whether forwards without gradients run between a forward and its backward
@@ -136,7 +136,6 @@ class FakeStep:
         self._settled = self._has_state = False
         self._touched: list[torch.Tensor] = []  # tensors that code names beside the model's state, in the first step
         self.early, self.held_numbers = EarlyObservations(), Numbers(None, ())
-        self._appended = AppendedLists(None, ())
         self._is_untraced = self._in_backward = False
         self.deferred: DeferredPasses | None = None
         self.trails: list[Trail] = []
@@ -220,7 +219,6 @@ class FakeStep:
                         built.put_back()
                     settle(self, lambda: self._begin_step(alignment_bytes))
                 self._require_no_counting()
-                self._find_appended()
                 self._has_state = bool(self.state().unregistered)
         self._settled = True
 
@@ -248,29 +246,6 @@ class FakeStep:
         before.put_back()
         watched.require_no_change()
 
-    def _find_appended(self) -> None:
-        """Find lists that grow with every step and that no step reads: emptied, they leave the operators unchanged."""
-        grown = tuple(name for name, kind in self.early.carried.items() if kind == GROWN)
-        if not grown:
-            return
-        found, state = AppendedLists(self.state(), grown), self.state()
-        with contextlib.suppress(CaptureError):
-            before = self._operators()
-            state.put_back()
-            with found.emptied():
-                same = self._operators() == before
-            if same:
-                self.early, self._appended = dataclasses.replace(self.early, appended=grown), found
-        state.put_back()
-
-    def _operators(self) -> list[str]:
-        """List the operators of a forward, those that compute numbers included."""
-        self._begun = None
-        with Tracker() as tracker:
-            self.forward()
-        kinds = list(tracker.kinds)
-        return [kinds[kind] for kind in tracker.op_kinds]
-
     def state(self) -> StateOnFakes:
         """Return the current state of the model and of the step function; called on fakes."""
         return StateOnFakes(self.model, self.workload.step, self.known)
@@ -283,7 +258,8 @@ class FakeStep:
     def numbers(self) -> Numbers:
         """Return the numbers of the model that every step changes, with their present values."""
         with self.shared.borrowed():
-            return NumbersOnFakes(self.state() if self.early.carried else None, self.early.carried)
+            state = self.state() if self.early.carried else None
+            return NumbersOnFakes(state, self.early.carried, lists=self.early.grown_and_read)
 
     def run_untraced(self) -> None:
         """Run one more forward without a plan, untraced."""
@@ -414,7 +390,6 @@ class FakeStep:
                 self._holding(),
                 references_run_by(self._run_reference),
                 self._states_seen(),
-                self._appended.emptied(),
                 self.contexts.outside(),
             ):
                 loss = self._loss()

@@ -39,8 +39,8 @@ class StateOnFakes(ModelState):
 class NumbersOnFakes(Numbers):
     """The numbers of a state of some `names`, and all its flags."""
 
-    def __init__(self, state: StateOnFakes | None, names: Collection[str]):
-        super().__init__(state, names)
+    def __init__(self, state: StateOnFakes | None, names: Collection[str], *, lists: Collection[str] = ()):
+        super().__init__(state, names, lists=lists)
         self._put_flags_back = None if state is None else state.putting_flags_back()  # no tensors of the state
 
     def put_back(self) -> None:

@@ -258,12 +258,7 @@ class PlannedGraphs(PlannedForward):
             running.before = ModelState(self.model, named=False)
         given = running.args, running.kwargs
         try:
-            with (
-                without_cache(self.model),
-                self._weights_here(),
-                self._own_forwards(),
-                self._early.appended_in(self.model),
-            ):
+            with without_cache(self.model), self._weights_here(), self._own_forwards():
                 result = graphs(*running.args, **running.kwargs)
         except UnsettledForward as error:
             unsettled = error
