@@ -196,8 +196,14 @@ def _at_another_bound(model: Keeping, x: torch.Tensor) -> Any:
     return first * len(model.last)
 
 
+def _by_its_bound(model: Keeping, x: torch.Tensor) -> Any:
+    bound = model.last.maxlen
+    model.last.append(x)
+    return 1.0 if bound is None or len(model.last) < bound else bound + sum([1.0, 2.0, 3.0, 4.0][:bound])
+
+
 @pytest.mark.parametrize(
-    "change", [_appends_at_the_right, _extends_at_the_left, _adds, _as_a_new_deque, _at_another_bound]
+    "change", [_appends_at_the_right, _extends_at_the_left, _adds, _as_a_new_deque, _at_another_bound, _by_its_bound]
 )
 def test_a_deque_keeps_its_bound(change: Change) -> None:
     both(change)

@@ -165,12 +165,17 @@ def _bound() -> type[Any]:
 
 @functools.cache
 def _bounded_deque() -> type[Any]:
-    """Return the class of deques whose copies have their bound too."""
+    """Return the class of deques whose copies have their bound too, and whose bound traced code sees as it is."""
     plain = internal("_dynamo.variables.lists.DequeVariable", _PURPOSE)
 
     class BoundedDeque(plain):  # type: ignore[misc, valid-type]
         def modified(self, items: list[Variable], **kwargs: Any) -> Variable:
             return plain(items, constant(self.maxlen.as_python_constant()), **kwargs)
+
+        def var_getattr(self, tx: Translator, name: str) -> Variable:
+            if name == "maxlen":
+                return constant(self.maxlen.as_python_constant())
+            return super().var_getattr(tx, name)
 
     return BoundedDeque
 
