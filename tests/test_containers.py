@@ -83,6 +83,23 @@ def _first(model: Keeping, x: torch.Tensor) -> Any:
     return model.past[0]
 
 
+def test_an_item_by_its_place_from_the_beginning_is_read_without_a_trace_more() -> None:
+    assert both(_first) == [1, 1, 0, 0, 0, 0]
+
+
+def _first_and_another(model: Keeping, x: torch.Tensor) -> Any:
+    model.past.append([x])
+    model.count += 1
+    first = model.past[0]
+    if model.count == 3:
+        model.past[0] = [x + 7]
+    if model.count == 4:
+        del model.past[1]
+    if model.count == 5:
+        model.past[:] = model.past[:1]
+    return first[0] + model.past[0][0] + (model.past[1][0] if model.count in (3, 4) else 0)
+
+
 def _named_otherwise(model: Keeping, x: torch.Tensor) -> Any:
     model.past.append(x)
     return model.alias[-1] + model.within[0][0]
@@ -154,7 +171,7 @@ def _compared(model: Keeping, x: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     "change",
     [
-        *(_first, _named_otherwise, _length, _until_there_are_three, _counted, _emptied, _doubled, _copied),
+        *(_first_and_another, _named_otherwise, _length, _until_there_are_three, _counted, _emptied, _doubled, _copied),
         *(_inserted, _in_new_list, _itself, _compared),
     ],
 )

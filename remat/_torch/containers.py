@@ -1,8 +1,9 @@
 """How Dynamo traces lists, deques and dictionaries that are there before a forward runs, where it does so wrongly.
 
 Rule 1  A list that a trace only appends to is no part of the trace: what is new comes behind what the list has by then.
-        Dynamo guards on the length of every list, and would trace anew each time that it has grown. As soon as the
-        trace reads it in any way, it is Dynamo's list, length and all.
+        Dynamo guards on the length of every list, and would trace anew each time that it has grown. An item by its
+        place from the beginning may be read too. As soon as the trace reads the list in any other way, it is Dynamo's,
+        length and all.
 Rule 2  A deque keeps its `maxlen`, which Dynamo forgets.
 Rule 3  A dictionary from which keys are taken, or in which they are moved, is written back in its new order, and its
         order decides whether a trace fits. Dynamo looks at neither where a key is moved, or the last one is taken.
@@ -59,7 +60,9 @@ def _appended(builder: Any, value: list[Any], wrap: Callable[[Any, Any], Variabl
         with untracked:  # it already is
             return list(wrap(builder, value).items)
 
-    return side_effects.track_mutable(value, _appended_list()(None, read, source=builder.source))
+    made = _appended_list()(None, read, source=builder.source)
+    made.held = lambda: value  # not followed as a list of variables would be
+    return side_effects.track_mutable(value, made)
 
 
 @functools.cache
@@ -68,6 +71,8 @@ def _appended_list() -> type[Any]:
     plain = internal("_dynamo.variables.ListVariable", _PURPOSE)
     new = internal("_dynamo.variables.base.ValueMutationNew", _PURPOSE)
     instruction = internal("_dynamo.bytecode_transformation.create_instruction", _PURPOSE)
+    build = internal("_dynamo.variables.base.VariableTracker.build", _PURPOSE)
+    item_of = internal("_dynamo.source.GetItemSource", _PURPOSE)
 
     class AppendedList(plain):  # type: ignore[misc, valid-type]
         """A list with items behind those that it has, which are read when they are needed.
@@ -93,11 +98,20 @@ def _appended_list() -> type[Any]:
             self._all = items
 
         def clone(self, **kwargs: Any) -> Variable:
-            kept = {name: value for name, value in vars(self).items() if name not in ("_all", "_behind", "_read")}
+            own = ("_all", "_behind", "_read", "held")
+            kept = {name: value for name, value in vars(self).items() if name not in own}
             return plain(**{"items": self.items, **kept, **kwargs})
 
         def modified(self, items: list[Variable], **kwargs: Any) -> Variable:
             return plain(items, **kwargs)
+
+        def getitem_const(self, tx: Translator, arg: Variable) -> Variable:
+            """Return an item: one that the list has by then, counted from its beginning, says nothing of its length."""
+            if self._all is None and arg.is_python_constant():
+                index, held = arg.as_python_constant(), self.held()
+                if type(index) is int and 0 <= index < len(held):
+                    return build(tx, held[index], item_of(self.source, index))
+            return super().getitem_const(tx, arg)
 
         def as_python_constant(self) -> Any:  # asked as the list is written back, too
             if self._all is None and self._behind:
