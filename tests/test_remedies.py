@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import remat
@@ -127,6 +128,42 @@ def test_a_forward_that_no_plan_is_for_is_refused_with_the_remedy(run: Any, reme
     workload = Workload("forward", lambda: Forward(run), rows, squared, batch_size=4)
     with pytest.raises(CaptureError, match=remedy):
         record(FakeStep(workload, device=CPU))
+
+
+def dual(layers: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        y = layers(forward_ad.make_dual(x, torch.ones_like(x)))
+        torch._dynamo.graph_break()
+        return sum(forward_ad.unpack_dual(y), torch.zeros(()))
+
+
+def hessian(layers: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(torch.func.hessian(lambda row: layers(row).sum()))(x).sum(-1)
+
+
+def failing(layers: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def one(row: torch.Tensor) -> torch.Tensor:
+        raise ValueError(f"inside {layers(row).sum()}")
+
+    found: torch.Tensor = torch.vmap(torch.func.grad(one))(x)
+    return found
+
+
+@pytest.mark.parametrize("run", [tangents, dual, jacobian, hessian, failing])
+def test_a_refused_model_leaves_no_transform_of_torch_func_behind(run: Any) -> None:
+    workload = Workload("forward", lambda: Forward(run), rows, squared, batch_size=4)
+    refusals = []
+    for _ in range(2):
+        with pytest.raises(CaptureError) as refused:
+            remat.plan(workload, budget="80%step", target="cpu")
+        refusals.append(str(refused.value))
+    assert refusals[0] == refusals[1]
+    one = torch.ones(2)
+    assert torch.equal(torch.func.jvp(torch.sin, (one,), (one,))[1], one.cos())
+    assert torch.func.vmap(torch.func.hessian(lambda x: x.sin().sum()))(torch.ones(3, 2)).shape == (3, 2, 2)
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+    with torch.autograd.graph.save_on_cpu():
+        one.requires_grad_().sin().sum().backward()
 
 
 def test_a_guard_that_cannot_be_made_is_not_logged(

@@ -1019,6 +1019,10 @@ GONE: dict[str, tuple[str, Callable[[], Any]]] = {
         "leave transforms of torch.func",
         lambda: recording.transforms_left().__enter__(),
     ),
+    **dict.fromkeys(
+        ("_functorch.eager_transforms", "_C._enter_dual_level"),
+        ("leave transforms of torch.func", lambda: recording.transforms_left().__enter__()),
+    ),
     "_functorch.config": ("know whether results may be kept", inductor.keeps_joint_graphs),
     "_inductor.config": ("keep what planning found", inductor.settings_of_inductor),
     "_disable_dynamo": ("record beside a trace", lambda: recording.untraced(print)),

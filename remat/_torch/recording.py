@@ -65,16 +65,34 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def transforms_left() -> Iterator[None]:
-    """Leave the transforms of torch.func that an error inside kept open: no later checkpoint would work."""
+    """Leave the transforms of torch.func that an error inside kept open: no later checkpoint or `jvp` would work."""
     why = "leave transforms of torch.func"
     depth, were_on = internal("_C._functorch.get_dynamic_layer_stack_depth", why)(), _hooks_are_on(why)
+    was_dual, level, nesting = _is_dual(why), torch.autograd.forward_ad._current_level, _transforms(why).JVP_NESTING
     try:
         yield
     except BaseException:
+        if not was_dual and _is_dual(why):  # first: a level keeps its tangents until it is left
+            internal("_C._exit_dual_level", why)(level=0)
+        torch.autograd.forward_ad._current_level, _transforms(why).JVP_NESTING = level, nesting
         internal("_C._functorch.pop_dynamic_layer_stack_and_undo_to_depth", why)(depth)
         if were_on and not _hooks_are_on(why):
             internal("_C._autograd._saved_tensors_hooks_enable", why)()
         raise
+
+
+def _transforms(why: str) -> Any:
+    return internal("_functorch.eager_transforms", why)
+
+
+def _is_dual(why: str) -> bool:
+    """Return whether the level of forward-mode differentiation is entered; torch has one, and tells by refusing it."""
+    try:
+        level = internal("_C._enter_dual_level", why)()
+    except RuntimeError:
+        return True
+    internal("_C._exit_dual_level", why)(level=level)
+    return False
 
 
 def _hooks_are_on(why: str) -> bool:

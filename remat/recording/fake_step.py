@@ -14,6 +14,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from remat._torch.dynamo import tracebacks_unwritten
+from remat._torch.recording import transforms_left
 from remat._torch.step_fakes import StepFakes
 from remat.capture.allowed_functions import FunctionsWatched, functions_in
 from remat.capture.anchors import Signature
@@ -391,6 +392,7 @@ class FakeStep:
                 references_run_by(self._run_reference),
                 self._states_seen(),
                 self.contexts.outside(),
+                transforms_left(),
             ):
                 loss = self._loss()
         except RematError:
