@@ -35,6 +35,13 @@ def stack():
 def short():
     return remat.Workload("short", lambda: build(2), batch, step, batch_size=4096)
 
+def odd():
+    def of_some_sizes(batch_size, seq_len):
+        if batch_size % 64:
+            raise ValueError("no such size")
+        return batch(batch_size, seq_len)
+    return remat.Workload("odd", lambda: build(2), of_some_sizes, step, batch_size=512)
+
 def other():
     return remat.Workload("other", lambda: nn.Sequential(nn.Linear(64, 8), nn.Tanh()), batch, step, batch_size=4096)
 

@@ -108,6 +108,15 @@ def test_the_largest_batch_is_a_plan(remat: Remat) -> None:
     assert refused.exit_code == 3
 
 
+def test_sizes_that_a_batch_function_refuses_are_left_out_of_a_fit_and_named(remat: Remat) -> None:
+    odd = ("fit", "--model", "model.py:odd", "--target", "h100-80gb")
+    ran = remat(*odd, "--budget", "66MiB", "--max-batch")
+    assert ran.exit_code == 0, ran.stderr
+    assert "ValueError: no such size (model.py:" in ran.stdout and "the search left them out" in ran.stdout
+    ran = remat("plan", *odd[1:], "--budget", "66MiB", "--batch-size", "600")
+    assert ran.exit_code == 2 and "`batch` of odd raises ValueError: no such size (model.py:" in ran.stderr
+
+
 # timeline
 
 

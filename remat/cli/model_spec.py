@@ -44,6 +44,7 @@ from remat.models.adapters import Lora, with_lora
 from remat.models.common import packed, padded, text_workload, transformers
 from remat.models.quantized import quantized
 from remat.recording.remedies import describe
+from remat.recording.step_refusals import CodeRaises
 from remat.workload.optimizers import optimizer_named
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import DTypePolicy, Workload
@@ -379,7 +380,7 @@ def _library() -> Any:
 
 
 def guarded(workload: Workload, path: Path | None) -> Workload:
-    """Turn exceptions of the workload's functions into UsageErrors that say where; the recorder guards `step`."""
+    """Turn exceptions of the workload's functions into errors that say where; the recorder guards `step`."""
 
     def guard(name: str) -> Any:
         function = getattr(workload, name)
@@ -397,7 +398,7 @@ def guarded(workload: Workload, path: Path | None) -> Workload:
 
 @contextlib.contextmanager
 def blaming(what: str, path: Path | None) -> Iterator[None]:
-    """Turn an exception into a UsageError that says what raised it, and in which line of the file at `path`."""
+    """Turn an exception into a CodeRaises that says what raised it, and in which line of the file at `path`."""
     try:
         yield
     except RematError:
@@ -405,7 +406,8 @@ def blaming(what: str, path: Path | None) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if is_out_of_memory(error):
             raise
-        raise UsageError(f"{what} raises {describe(error)}{_line_of(error, path)}.") from error
+        said = f"{describe(error)}{_line_of(error, path)}"
+        raise CodeRaises(f"{what} raises {said}.", said) from error
 
 
 def _line_of(error: BaseException, path: Path | None) -> str:

@@ -52,9 +52,11 @@ from remat.recording.state_on_fakes import NumbersOnFakes, StateOnFakes, flags_o
 from remat.recording.step_contexts import StepContexts, autocast_dtype
 from remat.recording.step_graphs import StepGraphs
 from remat.recording.step_refusals import (
+    CodeRaises,
     backward_fails,
     batch_fails,
     batch_is_empty,
+    batch_raises,
     calls_differ,
     forward_fails,
     is_no_loss,
@@ -372,6 +374,8 @@ class FakeStep:
     def _made_batch(self) -> Any:
         try:
             batch = self.workload.batch(self.workload.batch_size, self.workload.seq_len)
+        except CodeRaises as error:
+            raise batch_raises(error) from error
         except RematError:
             raise
         except Exception as error:

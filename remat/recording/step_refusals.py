@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from remat.errors import CaptureError
+from remat.errors import CaptureError, UsageError
 from remat.recording.remedies import OWN_BATCH, describe, line_of, uses_foreign
 from remat.workload.batches import tensors_of
 from remat.workload.workload import Workload
@@ -28,6 +28,19 @@ class StepFails(CaptureError):
     def __init__(self, message: str, said: str):
         super().__init__(message)
         self.said = said
+
+
+class CodeRaises(UsageError):
+    """A function of the user's file, called by the command line, has raised an error; `said` is that error."""
+
+    def __init__(self, message: str, said: str):
+        super().__init__(message)
+        self.said = said
+
+
+def batch_raises(error: CodeRaises) -> Exception:
+    """Return the refusal of a batch that was made for the command line, which knows the line: other sizes may do."""
+    return error if error.__cause__ is None else _failing(str(error), error.said, error.__cause__)
 
 
 def batch_fails(workload: Workload, error: Exception) -> CaptureError:
@@ -50,7 +63,7 @@ def batch_is_empty(workload: Workload) -> CaptureError:
     )
 
 
-def _failing(message: str, said: str, error: Exception) -> CaptureError:
+def _failing(message: str, said: str, error: BaseException) -> CaptureError:
     return CaptureError(message) if isinstance(error, _FAKES_CANNOT) else StepFails(message, said)
 
 
