@@ -19,22 +19,19 @@ Rule 2  Values are compared bit by bit. A plan that announces other roundings (s
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map
 
 from remat._torch.recording import unwrapped
-from remat._torch.training import clear_cublas_workspaces, fakes_are_on, give_version, is_wrapper, without_modes
+from remat._torch.training import clear_cublas_workspaces, fakes_are_on
 from remat.capture.dynamo import without_cache
 from remat.capture.holders import StateLost
 from remat.capture.kept_tensors import strided_parts
@@ -53,6 +50,7 @@ from remat.execution.recomputed import REMEDY, Recomputed
 from remat.host.weights import weights_on_host
 from remat.units import first_few, gib
 from remat.warn import warn
+from remat.workload.batches import Anew
 from remat.workload.held_outputs import output_tensors, parameters_reached
 
 NEAR = {False: 1e-3, True: 0.1}  # of a norm, by whether the step rounds to 16 bits: distances that rounding explains
@@ -240,11 +238,11 @@ def _untouched(
         if room_bytes < 0 and len(rows) == len(heads):
             raise _HeadReached
 
-    arguments, parameters = _Arguments(given), WrittenParameters(model, max(room_bytes, 0))
+    arguments, parameters = Anew(given), WrittenParameters(model, max(room_bytes, 0))
     handles = [head.register_forward_pre_hook(note) for head in set(heads)]
     try:
         with without_cache(model), under(), casts_forgotten(), parameters:
-            args, kwargs = arguments.copied()
+            args, kwargs = arguments.for_a_run()
             seen = _seen(model, forward(*args, **kwargs), rows, reached=torch.is_grad_enabled())
         before.keep_changed()
         return seen
@@ -287,37 +285,6 @@ def _again(model: nn.Module, before: ModelState, run: Callable[[], _Observation]
         return run()
     finally:
         after.put_back()
-
-
-class _Arguments:
-    """The arguments of a forward, which may write into them."""
-
-    def __init__(self, given: Any):
-        self._given = given
-        with without_modes():
-            self._tensors = [(t, t._version, t.detach().to("cpu", copy=True)) for t in _tensors(given)]
-
-    def copied(self) -> Any:
-        return in_own_containers(self._given)
-
-    def put_back(self) -> None:
-        with torch.no_grad(), without_modes():
-            for tensor, version, was in self._tensors:
-                if tensor._version != version:
-                    tensor.copy_(was)
-                    give_version(tensor, version)
-
-
-def in_own_containers(given: Any) -> Any:
-    """Return the same tensors in copies of their containers, which a forward may write into."""
-    return tree_map(lambda leaf: copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf, given)
-
-
-def _tensors(given: Any) -> list[Tensor]:
-    flat = itertools.chain.from_iterable(
-        tree_leaves(dict(leaf)) if isinstance(leaf, MutableMapping) else (leaf,) for leaf in tree_leaves(given)
-    )
-    return [leaf for leaf in flat if isinstance(leaf, Tensor) and not is_wrapper(leaf) and not leaf.is_inference()]
 
 
 def saving_nothing() -> contextlib.AbstractContextManager[Any]:

@@ -67,7 +67,7 @@ from remat.recording.tracked_copies import TrackedStateCopies
 from remat.recording.tracker import Tracker
 from remat.recording.trails import Trail, reads_of, said_of, trail_of
 from remat.workload.any_optimizer import AnyOptimizer
-from remat.workload.batches import tensors_of
+from remat.workload.batches import Anew, tensors_of
 from remat.workload.held_outputs import HeldOutputs, keeps_output, parameters_reached
 from remat.workload.reference import references_run_by
 from remat.workload.replaced_forward import CopiedAsOriginal, ReplacedForward, modules_under_plans
@@ -130,6 +130,7 @@ class FakeStep:
             )
         with self.mode, torch.device(device), self.known.of_batch(), (seen := OnesSeen()):
             self.batch = self._made_batch()
+        self._anew, self._held_batch = BatchOnFakes(self.batch, self.known), None
         note_batch(tensors_of(self.batch), lambda: tensors_of(workload.batch(1, workload.seq_len)))
         self._execute: ExecuteCall = _execute_plainly
         self._beside_bytes = 0  # held by an optimizer while it repeats the step, beside its state
@@ -431,9 +432,15 @@ class FakeStep:
         tracker.note_gradient(parameter)
         return self._after_backward(tracker)
 
+    def _batch_of_a_run(self) -> Any:
+        """Return the batch for one more run, which the loop holds until the next one."""
+        self._held_batch = None
+        self._held_batch = self._anew.for_a_run()
+        return self._held_batch
+
     def _loss(self) -> torch.Tensor:
         """Run the step's forward and return its loss, or the end of its largest pass if forwards run in backward."""
-        loss = self.workload.step(self.model, self.batch)
+        loss = self.workload.step(self.model, self._batch_of_a_run())
         if self.deferred is None:
             if self._is_untraced or self.calls.made or not isinstance(loss, torch.Tensor):
                 return loss
@@ -447,7 +454,7 @@ class FakeStep:
             if not self.deferred.count:
                 raise CaptureError(f"no backward of the loss of {self.workload.name!r} reaches its model's parameters.")
             self.capture_anew(self.calls.answers)
-            loss = self.workload.step(self.model, self.batch)
+            loss = self.workload.step(self.model, self._batch_of_a_run())
         with torch.autocast(self.device.type, enabled=False):
             return self.deferred.reach(loss)
 
@@ -638,6 +645,20 @@ class FakeStep:
         for (name, p), state in zip(parameters.items(), states, strict=True):
             size, sizes = tracker.bytes_of(p), tuple(map(tracker.bytes_of, state))
             yield Parameter(name, size, size if id(p) in trained else 0, sum(sizes), state_tensors=sizes)
+
+
+class BatchOnFakes(Anew):
+    """A batch on fakes for several runs: its known values are what is put back."""
+
+    def __init__(self, batch: Any, known: KnownValues):
+        self._known = known
+        super().__init__(batch)
+
+    def _kept(self, tensor: torch.Tensor) -> Any:
+        return self._known.views_of(tensor)
+
+    def _restore(self, tensor: torch.Tensor, kept: Any) -> None:
+        self._known.give_views(tensor, kept)
 
 
 def _execute_plainly(call: int, graph_module: fx.GraphModule, args: tuple[Any, ...]) -> Any:

@@ -148,6 +148,19 @@ class KnownValues(UnseenMode):
             for storage, value in values.items():
                 self._twins[storage] = {self._buffers[storage]: value.clone()}
 
+    def views_of(self, tensor: torch.Tensor) -> Mapping[_View, torch.Tensor]:
+        """Return copies of the known values of all views with the storage of `tensor`."""
+        if tensor.layout is not torch.strided:
+            return {}
+        twins = self._twins.get(tensor.untyped_storage(), {})
+        return _copied({view: twin for view, twin in twins.items() if self._is_current(twin)})
+
+    def give_views(self, tensor: torch.Tensor, values: Mapping[_View, torch.Tensor]) -> None:
+        """Set the known values of all views with the storage of `tensor` to `values`, as `views_of` returned them."""
+        if tensor.layout is torch.strided:
+            self._twins[tensor.untyped_storage()] = _copied(values)
+            self._origins.pop(tensor.untyped_storage(), None)
+
     def is_asked(self, tensor: torch.Tensor) -> bool:
         """Return whether code has read numbers that are computed out of `tensor`, a buffer of the model."""
         return tensor.layout is torch.strided and id(tensor.untyped_storage()) in self._asked
@@ -396,6 +409,18 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def _view_of(tensor: torch.Tensor) -> _View:
     return tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def _copied(twins: Mapping[_View, torch.Tensor]) -> dict[_View, torch.Tensor]:
+    """Copy twins; those of one storage have one storage again. (Rule 2)"""
+    storages: dict[int, torch.UntypedStorage] = {}
+    copies = {}
+    with without_modes():
+        for view, twin in twins.items():
+            storage = twin.untyped_storage()
+            copy = storages.setdefault(_address(storage), storage.clone())
+            copies[view] = twin.new_empty(0).set_(copy, twin.storage_offset(), twin.shape, twin.stride())
+    return copies
 
 
 def _stand_in(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -35,7 +35,7 @@ from remat.recording.finish import Finish
 from remat.recording.step_contexts import autocast_context
 from remat.recording.tracker import Tracker
 from remat.workload.any_optimizer import AnyOptimizer
-from remat.workload.batches import on_device, tensors_of
+from remat.workload.batches import Anew, on_device, tensors_of
 from remat.workload.held_outputs import HeldLoss, HeldOutputs
 from remat.workload.training_loop import TrainingLoop
 from remat.workload.workload import Workload
@@ -103,7 +103,7 @@ class Training:
         """Run a forward that leaves nothing behind but its traces: the first one is traced more than once."""
         before = ModelState(self.model, step=self.workload.step)
         with autocast_context(self.device, self.workload.autocast):
-            self.workload.step(self.model, self.batch)
+            self.workload.step(self.model, self._batch_of_a_run())
         self.model.zero_grad(set_to_none=True)
         before.put_back()
         collect(self.device)
@@ -111,9 +111,17 @@ class Training:
     def set_batch(self, batch_size: int, seed: int) -> None:
         seed_all(seed)
         self.batch: Any = None
+        self._held_batch: Any = None
         with torch.device(self.device):
             batch = self.workload.batch(batch_size, self.workload.seq_len)
         self.batch = on_device(batch, self.device)
+        self._anew, self._held_batch = Anew(self.batch), None
+
+    def _batch_of_a_run(self) -> Any:
+        """Return the batch for one more run, which the loop holds until the next one."""
+        self._held_batch = None
+        self._held_batch = self._anew.for_a_run()
+        return self._held_batch
 
     def leave_cache_out(self) -> bool:
         """Build no key-value cache; return whether the model asked for one."""
@@ -156,7 +164,7 @@ class Training:
     def _run_early_forwards(self) -> None:
         with torch.enable_grad(), autocast_context(self.device, self.workload.autocast):
             for _ in range(self._early_forwards):
-                self.workload.step(self.model, self.batch)  # which may run backward itself
+                self.workload.step(self.model, self._batch_of_a_run())  # which may run backward itself
         self.model.zero_grad(set_to_none=True)
 
     def _finish_with(self, made: Any) -> Finish:
@@ -192,11 +200,13 @@ class Training:
         """Let go of what the loop holds of the last step."""
         self.held_outputs.let_go()
         self.held_loss.let_go()
+        self._held_batch = None
+        self._anew.put_back()
 
     def forward_and_backward(self) -> torch.Tensor:
         holding = self.held_outputs.catching(self.model) if self.loop.holds_outputs else contextlib.nullcontext()
         with autocast_context(self.device, self.workload.autocast), holding, causal_masks():
-            loss = self.workload.step(self.model, self.batch)
+            loss = self.workload.step(self.model, self._batch_of_a_run())
         self._note_trained()
         self.held_loss.hold(loss)
         loss.backward()

@@ -41,7 +41,6 @@ from remat.execution.eager.region_tape import Counts
 from remat.execution.eager.rewritten_calls import RewrittenCalls
 from remat.execution.eager.running_forward import RunningForward
 from remat.execution.early_forwards import EarlyForwards, complete, rehearse
-from remat.execution.first_step import in_own_containers
 from remat.execution.forwards import Apart, CurrentForward, ModuleForward, holds, modules_of
 from remat.execution.placing import Placer
 from remat.execution.planned_forward import NOT_COMPILED, PlannedForward
@@ -51,6 +50,7 @@ from remat.fusion.formed import formed, groups_in
 from remat.host.copies import Copies
 from remat.host.weights import HostWeights, weights_on_host
 from remat.units import gib
+from remat.workload.batches import in_own_containers
 from remat.workload.replaced_forward import own_forwards
 from remat.workload.workload import trainable
 
