@@ -19,6 +19,7 @@ from remat._torch.training import clear_cublas_workspaces
 from remat.costing.costs import estimated_costs
 from remat.errors import CaptureError, Infeasible, UsageError
 from remat.evaluation.evaluator import Memory
+from remat.evaluation.forwards import DIFFERENTIATES
 from remat.evaluation.graph import OPTIMIZER_STATE, Graph
 from remat.execution.eager.replay import replay
 from remat.formulation import check
@@ -111,6 +112,38 @@ def first_order(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return u.square().mean() * scale
 
 
+class Equilibrium(nn.Module):
+    """A fixed point of a layer. A hook solves for its gradient, by backwards within the step's own backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        self.given = nn.Linear(8, 8)
+
+    def once(self, z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layers(z) * 0.3 + x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.given(x)
+        with torch.no_grad():
+            z = torch.zeros_like(x)
+            for _ in range(3):
+                z = self.once(z, x)
+        z = self.once(z, x)
+        if z.requires_grad:
+            start = z.clone().detach().requires_grad_()
+            following = self.once(start, x)
+
+            def solve(gradient: torch.Tensor) -> torch.Tensor:
+                found = gradient
+                for _ in range(4):
+                    found = torch.autograd.grad(following, start, found, retain_graph=True)[0] + gradient
+                return found
+
+            z.register_hook(solve)
+        return z
+
+
 def molecule(samples: int, length: int | None) -> tuple[torch.Tensor, ...]:
     edges = torch.stack([torch.arange(samples), torch.arange(samples).roll(1)]).repeat(1, 3)
     return torch.randint(4, (samples,)), torch.randn(samples, 3), edges
@@ -129,6 +162,9 @@ WORKLOADS = {
     "first-order": Workload("first-order", lambda: Network(4, 1), lambda n, _: torch.rand(n, 4), first_order, 128),
 }
 BACKWARDS = {"forces": 2, "residual": 3, "penalty": 2, "first-order": 2}
+IN_A_HOOK = Workload(
+    "equilibrium", Equilibrium, lambda n, _: torch.randn(n, 8), lambda model, x: model(x).square().mean(), 256
+)
 
 
 @pytest.mark.exhaustive
@@ -154,6 +190,28 @@ def test_a_plan_trains_alike_at_the_predicted_peak_and_recomputes_for_every_back
     assert report.gradients_equal and not report.gradients_near
     once = Memory(dataclasses.replace(graph, inner=type(graph.inner)())).recomputed_nodes(regions)
     assert once < Memory(graph).recomputed_nodes(regions) <= BACKWARDS[name] * once  # not every one asks every region
+
+
+def test_backwards_in_a_hook_of_the_steps_own_recompute_as_often_as_they_ask() -> None:
+    """The loss keeps the graph that the hook retained until the next forward ends; a replay sees that, no curve."""
+    step, graph = recorded(IN_A_HOOK)
+    assert graph.inner.backwards == 4 and not graph.inner.within(graph.forward_end)
+    assert not graph.about.get(DIFFERENTIATES)
+    for choice in ("nothing", "every-block", "half-saved"):
+        regions = tuple(CHOICES[choice](graph))
+        curve, alive = Memory(graph).curve(regions), replay(step, plan_by_hand(graph, regions).regions)
+        in_backward = (curve.op >= graph.forward_end) & (curve.op < graph.backward_end)
+        assert np.array_equal(curve.alive_bytes[in_backward], (alive + graph.unseen_bytes)[in_backward]), choice
+
+
+@pytest.mark.parametrize("budget", ["90%step", "75%step"])
+def test_a_plan_for_backwards_in_a_hook_is_validated(budget: str) -> None:
+    made = plan(IN_A_HOOK, budget=budget, target="cpu")
+    report = validate(IN_A_HOOK, made, device=CPU, repeats=1)
+    assert report.passed and report.max_gradient_error == 0.0, report
+    assert report.recomputed_nodes["planned"] == report.recomputed_nodes["observed"]
+    assert report.measured["peak_bytes"] == pytest.approx(report.predicted["peak_bytes"], rel=1e-3)
+    assert report.measured["peak_bytes"] <= made.budget_bytes
 
 
 class Learner(nn.Module):
@@ -246,12 +304,12 @@ def small(graph: Graph) -> Problem:
 @functools.cache
 def searched(name: str) -> tuple[Problem, Oracle]:
     """A problem and all its plans, which are the same for every solver."""
-    problem = small(graph_of(WORKLOADS[name]))
+    problem = small(graph_of({**WORKLOADS, "equilibrium": IN_A_HOOK}[name]))
     return problem, Oracle(problem)
 
 
 @pytest.mark.often("milp-first-order", "chain-dp-first-order")
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", [*WORKLOADS, "equilibrium"])
 @pytest.mark.fast("chain-dp-penalty")
 @pytest.mark.parametrize("solver", ["chain-dp", "milp"])
 def test_no_bound_exceeds_the_best_of_all_plans(name: str, solver: str) -> None:

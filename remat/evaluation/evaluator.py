@@ -387,6 +387,11 @@ class Memory:
         found = [r for r in self.recomputations([region]) if r.level == 0]
         return found[-1] if found else None  # that of the step's own backward
 
+    def first_trigger(self, region: Region) -> int:
+        """Return the operator before which `region` is first recomputed after forward: a hook may ask early."""
+        triggers = [r.trigger for r in self.recomputations([region]) if r.level == 0]
+        return min((trigger for trigger in triggers if trigger >= self.graph.forward_end), default=triggers[-1])
+
     def recomputations(self, regions: Sequence[Region]) -> list[Recomputation]:
         """Return the recomputations of a plan in the order of the timeline; the last ones of one region are kept."""
         if len(regions) != 1:
@@ -573,7 +578,8 @@ class Memory:
                 death[keeps] = np.maximum(death[keeps], r.release)
                 saved = self.saved_storages(r.region)
                 replayed = self.graph.storages.node[saved] <= self._last_called(r.region)
-                death[saved] = np.maximum(death[saved], np.where(replayed, r.trigger - 1, r.release))
+                last = r.release if self._is_retained(r) else r.trigger - 1
+                death[saved] = np.maximum(death[saved], np.where(replayed, last, r.release))
         asked = {r.region for r in recomputations if r.level == 0}
         for region in regions:
             if region not in asked:
@@ -582,6 +588,13 @@ class Memory:
                 last = int(table.release[rows].max(initial=int(self.node_end[region.end - 1]) - 1))
                 death[keeps] = np.maximum(death[keeps], last)
         return death
+
+    def _is_retained(self, r: Recomputation) -> bool:
+        """Return whether the last of several backwards in a hook has kept the graph, and with it what was saved."""
+        inner, table, rows = self.graph.inner, self.graph.saved_tensors, r.saved_tensors
+        if not inner or not np.isin(inner.row[inner.unpack >= self.graph.forward_end], rows).any():
+            return False
+        return bool(table.release[rows].min() > table.used[rows].max())
 
     def _kept_by_inner_backwards(
         self, regions: Sequence[Region], only: tuple[int, int] | None

@@ -209,7 +209,8 @@ class SavedTensors:
 class InnerBackward:
     """Requests of a backward inside the forward (`torch.autograd.grad`): forces, gradient penalties, residuals.
 
-    Columns over requests: a saved tensor was asked for in an inner backward.
+    Columns over requests: a saved tensor was asked for in an inner backward. So it is by one in a hook of the step's
+    own backward (an equilibrium model's), but for the last one that asks, whose request is in `SavedTensors`.
 
     row     of `SavedTensors`          task  numbers the backward
     unpack  operators run before       used  last operator of the gradient function that asked for it
@@ -225,6 +226,11 @@ class InnerBackward:
 
     def __bool__(self) -> bool:
         return bool(len(self.row))
+
+    def within(self, forward_end: int) -> InnerBackward:
+        """Return the requests before operator `forward_end`: those of backwards within the forward itself."""
+        chosen = self.unpack < forward_end
+        return InnerBackward(**{field.name: getattr(self, field.name)[chosen] for field in dataclasses.fields(self)})
 
     @property
     def backwards(self) -> int:

@@ -492,9 +492,7 @@ class Problem:
         """Return the bytes that saving each node of `run` adds at this operator: storages not recomputed yet."""
         if run.region is None or run.region.inner:
             return ()
-        recomputation = self.memory.recomputation(run.region)
-        assert recomputation is not None
-        if not recomputing and op >= recomputation.trigger:
+        if not recomputing and op >= self.memory.first_trigger(run.region):
             return ()
         storages = self.graph.storages
         terms = []

@@ -60,7 +60,7 @@ def not_found(problem: Problem, limits: Limits, spent_s: float, enough_bytes: Ca
 
 def _differentiated(graph: Graph) -> str:
     """Describe the memory that a step holds for derivatives inside it; empty if there are none."""
-    inner = graph.inner
+    inner = graph.inner.within(graph.forward_end)
     if not inner:
         return ""
     storages = np.unique(graph.saved_tensors.storage[inner.row[inner.kept >= graph.forward_end]])

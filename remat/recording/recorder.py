@@ -360,6 +360,7 @@ class Recorder(Tracker):
             "used": -1,
             "release": -1,
             "number": len(self._saved_tensors),
+            "task": -1,  # of the last backward that asked for it
         }
         if (request := self._given_inside.get(id(tensor.untyped_storage()))) is not None:
             self._saved_of_given[row["number"]] = request
@@ -374,9 +375,19 @@ class Recorder(Tracker):
         row = self._saved_tensors[index]
         if self._forward_end < 0 and self._current is None:
             return self._asked_within_forward(row, copy)
+        if row["task"] != (task := backward_number()):
+            self._note_backward_before(row)
+            row["task"] = task
         if row["unpack"] < 0:
             row["unpack"] = self.op_count
         return self._copy(copy, row, "used")
+
+    def _note_backward_before(self, row: dict[str, int]) -> None:
+        """Note the request of a backward before the present one, which a hook of the step's own backward runs."""
+        if row["unpack"] >= 0:
+            request = {"row": row["number"], "task": row["task"], "unpack": row["unpack"], "used": row["used"]}
+            self._asked_inside[row["number"], row["task"]] = {**request, "kept": -1}
+            row["unpack"] = row["used"] = -1
 
     def _asked_within_forward(self, row: dict[str, int], copy: torch.Tensor) -> torch.Tensor:
         """Note a request of a backward within forward. If its own graph saves the value, the storage is kept longer."""
@@ -500,7 +511,7 @@ class Recorder(Tracker):
             backward_end=self._backward_end,
             fixed_bytes=fixed,
             parameter_gradients=self._gradients,
-            about={**about, **({DIFFERENTIATES: True} if inner else {})},
+            about={**about, **({DIFFERENTIATES: True} if inner.within(self._forward_end) else {})},
             inner=inner,
         )
 

@@ -71,13 +71,14 @@ class Training:
 
     trained         the parameters that required a gradient as the model was built, or after a forward
     early_forwards  number of a new model's forwards, unlike the repeating ones, that run before its steps begin
+    keeps           whether planning has seen tensors of a step that exist in the next one
     """
 
     def __init__(
         self, workload: Workload, device: torch.device, seed: int, loop: TrainingLoop, early_forwards: int = 0
     ):
         self.workload, self.device, self.loop = workload, device, loop
-        self._early_forwards = early_forwards
+        self._early_forwards, self.keeps = early_forwards, False
         self._seed_of_steps = seed + 2
         seed_all(seed)
         with torch.device(device):
@@ -194,7 +195,7 @@ class Training:
     @property
     def holds(self) -> bool:
         """Whether a step has tensors of the step before, as far as is known by now."""
-        return self.loop.holds_outputs or self.held_loss.keeps_tensors(self.model)
+        return self.loop.holds_outputs or self.keeps or self.held_loss.keeps_tensors(self.model)
 
     def let_go(self) -> None:
         """Let go of what the loop holds of the last step."""

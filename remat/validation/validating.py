@@ -352,7 +352,7 @@ class _Validation:
         workload, graph = self.compared.workload, self.compared.graph
         try:
             loop, early = TrainingLoop.of(self.plan.about), self.plan.about.get("early_forwards", 0)
-            return Training(workload, self.device, self.seed, loop, early)
+            training = Training(workload, self.device, self.seed, loop, early)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -361,6 +361,8 @@ class _Validation:
                 f"{gib(graph.fixed_total)} are there from the start ({str(error).splitlines()[0]}). "
                 "Free memory on the device, or validate on one that has more."
             ) from error
+        training.keeps = bool(graph.held_outputs)
+        return training
 
     def _untouched(self, training: Training) -> tuple[_FirstStep, dict[str, int] | None]:
         training.begin_again()
