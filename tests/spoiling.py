@@ -232,14 +232,6 @@ def _counted_twice(patch: Patch) -> None:
     patch.setattr(rewrite, "_once", rewrite._plain)
 
 
-def _recomputed_without_autocast(patch: Patch) -> None:
-    patch.setattr(
-        rewrite.RewriteOptions,
-        "context_of_recomputation",
-        lambda self: torch.autocast("cpu", dtype=torch.float16),
-    )
-
-
 # Modules as regions
 
 

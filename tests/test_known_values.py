@@ -439,6 +439,14 @@ def test_a_flag_that_is_written_out_of_sight_or_with_what_is_unknown_is_not_know
         graph_of(workload)
 
 
+def test_a_flag_that_is_written_in_a_list_of_tensors_is_followed() -> None:
+    workload = dataclasses.replace(
+        flagged("a byte", is_set=True), build=lambda: SetInAList(FLAGS["a tensor of its own"], is_set=True)
+    )
+    report = validate(workload, plan_by_hand(graph_of(workload), [Region(0, 2)]), device=CPU)
+    assert report.passed and report.recomputed_nodes["observed"], report
+
+
 class Lengths(nn.Module):
     """Has few integers and a mask among its buffers, which decide shapes."""
 
