@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
+from torch._higher_order_ops.while_loop import while_loop
 from torch._inductor import compile_fx as compile_fx_module
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import PyCodeCache
@@ -1521,18 +1522,36 @@ def test_code_that_would_exceed_frees_its_buffers_at_once(
     assert all(map(torch.equal, *found))
 
 
-def test_a_graph_whose_bytes_depend_on_data_is_refused_by_name() -> None:
-    class Forked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(64, 64)
+class Forked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.layer(x)
-            return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,)).sum()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,)).sum()
 
+
+class Repeated(Forked):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        begin = torch.zeros((), dtype=torch.long), x
+        _, x = while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, torch.tanh(self.layer(x))), begin)
+        return x.sum()
+
+
+@pytest.mark.parametrize("model", [Forked, Repeated])
+def test_a_graph_whose_bytes_depend_on_data_is_refused_by_name(model: type[nn.Module]) -> None:
     with pytest.raises(UsageError, match=r"reads a number off a tensor \(`torch.cond`.*torch.compiler.disable"):
-        remat.compile(built(Forked), "1GiB")(batch(16, 64))
+        remat.compile(built(model), "1GiB", fullgraph=True)(batch(16, 64))
+
+
+def test_a_model_that_is_compiled_already_is_compiled_anew() -> None:
+    model = built(MLP)
+    compiled: Any
+    for compiled in (torch.compile(model), remat.compile(model, "2GiB")):
+        assert remat.compile(compiled, "1GiB")._orig_mod is model
+    with pytest.raises(UsageError, match=r"takes a torch\.nn\.Module, not function"):
+        remat.compile(lambda x: x, "1GiB")  # type: ignore[arg-type]
 
 
 class Flexible(nn.Module):

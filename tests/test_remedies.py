@@ -193,6 +193,7 @@ def test_an_operator_of_higher_order_is_refused_with_the_remedy() -> None:
         NotImplementedError("There was no rule registered for HigherOrderOperator flex_attention"), " at m.py:3"
     )
     assert said.startswith("the model calls flex_attention") and "remat.compile" in said and said.endswith("at m.py:3")
+    assert "remat.compile" not in describe(NotImplementedError("no rule registered for HigherOrderOperator cond"))
 
 
 def test_a_message_that_begins_with_a_module_is_told_to_its_end() -> None:

@@ -11,6 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from remat._torch.door import internal
+from remat.errors import UsageError
+
+DEPENDS_ON_DATA = (
+    "this compiled graph reads a number off a tensor (`torch.cond`, `while_loop`, or `.item()` under "
+    "`capture_scalar_outputs`), and what it needs then depends on data. Keep that out of what is compiled with a "
+    "budget (`torch.compiler.disable`), or compile without one."
+)
 
 
 def symbols_for(values: Sequence[int]) -> tuple[FakeTensorMode, list[Any]]:
@@ -46,7 +53,12 @@ def close(value: Any) -> None:
 
 
 def hinted(size: Any) -> Any:
-    """Return an open size as its number in the trace; anything else unchanged."""
-    if isinstance(size, torch.SymInt):
-        return int(size.node.hint)
-    return size
+    """Return an open size as its number in the trace; anything else unchanged.
+
+    Raises UsageError for a size that depends on data, and has none.
+    """
+    if not isinstance(size, torch.SymInt):
+        return size
+    if (number := size.node.hint) is None:
+        raise UsageError(DEPENDS_ON_DATA)
+    return int(number)

@@ -74,11 +74,14 @@ def compile(
         needs, and NoPlanInTime where the search found none that keeps it.
 
     Raises:
-        UsageError: An argument cannot be read.
+        UsageError: An argument cannot be read, or the model is no module.
 
     Example:
         >>> model = remat.compile(model, budget="20GiB", optimizer=optimizer)
     """
+    model = getattr(model, "_orig_mod", model)  # of one that is compiled already
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"remat.compile takes a torch.nn.Module, not {type(model).__name__}.")
     of_inductor = dict(options.pop("options", None) or {})
     asked = CompileArguments(
         budget, optimizer, accumulation, batches, outside, uses, holds, numerics, on_larger, model, mode

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from remat._torch.compiled_draws import draw_again, drawn_otherwise
 from remat._torch.inductor import (
@@ -26,7 +27,7 @@ from remat._torch.inductor import (
     keeps_code,
     random_operators_alone,
 )
-from remat._torch.symbols import hinted
+from remat._torch.symbols import DEPENDS_ON_DATA, hinted
 from remat._torch.training import without_modes
 from remat.costing.operator_timing import measured_workspaces
 from remat.errors import UsageError
@@ -142,12 +143,8 @@ def _data_needed() -> Iterator[None]:
     """Raise UsageError where code reads a number off a tensor, which has no data."""
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise UsageError(
-            "this compiled graph reads a number off a tensor (`torch.cond`, or `.item()` under "
-            "`capture_scalar_outputs`), and what it needs then depends on data. Keep that out of what is compiled with "
-            "a budget (`torch.compiler.disable`), or compile without one."
-        ) from error
+    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
+        raise UsageError(DEPENDS_ON_DATA) from error
 
 
 def by_call(tracker: Tracker, alive: np.ndarray, begin: int, graph: fx.Graph) -> dict[str, int]:

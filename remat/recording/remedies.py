@@ -30,10 +30,9 @@ _SIZES = (
     ". The size of its result depends on data, and a plan is for sizes that do not: keep all rows, and multiply by a "
     "mask or choose with torch.where"
 )
-_HIGHER_ORDER = (
-    "the model calls {operator}, which no traced graph looks into: leave it out of a planned step, or train a compiled "
-    "model within a budget (`remat.compile(model, budget=...)`)"
-)
+_HIGHER_ORDER = "the model calls {operator}, which no traced graph looks into: leave it out of a planned step{instead}"
+_COMPILED = ", or train a compiled model within a budget (`remat.compile(model, budget=...)`)"
+_OF_DATA = ("cond", "while_loop")  # whose bytes no compiled budget knows either
 _NESTED_TENSORS = ". Nested tensors are not supported: pad to one length"
 _STREAMS = ". A forward that enters CUDA streams cannot be planned: run it on the current stream"
 _RELATIVE = (
@@ -48,7 +47,8 @@ def describe(error: BaseException, where: str = "") -> str:
     A line that opens a bracket ends with the one that closes it: messages begin with a module or a tensor over lines.
     """
     if called := re.search(r"no rule registered for HigherOrderOperator (\w+)", str(error)):
-        return _HIGHER_ORDER.format(operator=called[1]) + where
+        instead = "" if called[1] in _OF_DATA else _COMPILED
+        return _HIGHER_ORDER.format(operator=called[1], instead=instead) + where
     if ".numpy() is not supported for tensor subclasses" in str(error):
         return _ON_HOST.format(where)
     if uses_foreign(error):
