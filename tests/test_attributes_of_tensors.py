@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import types
+from typing import Any, cast
 
 import pytest
 import torch
@@ -44,6 +46,25 @@ class Stack(nn.Sequential):
         super().__init__(*(Masked() for _ in range(LAYERS)), nn.Linear(WIDTH, 4))
 
 
+class Changing(Stack):
+    """Changes attributes of its weights: a counter, a list, an object, and a mask that is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight: Any = self[0].weight
+        self.first, weight.calls, weight.log = weight, 0, []
+        weight.object, weight.itself = types.SimpleNamespace(calls=0), weight.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.first
+        weight.calls += 1
+        weight.object.calls += 1
+        weight.log.append(weight.calls)
+        weight.mask = (weight.mask * 0.9).detach()
+        y: Tensor = super().forward(x)
+        return y * (weight.calls + weight.object.calls + weight.log[0])
+
+
 class Assigning(Stack):
     """Assigns a buffer in its forward, as CTRL does: Dynamo breaks its graph there, of an `nn.Buffer` alone."""
 
@@ -80,6 +101,12 @@ def losses(work: Workload, plan: remat.Plan | None, steps: int = 3) -> tuple[lis
     return found, model
 
 
+def test_state_in_attributes_is_as_without_a_plan() -> None:
+    plan = remat.plan(work := workload(Changing), budget="100%step", target="cpu", exact=True)
+    assert losses(work, plan, 4)[0] == losses(work, None, 4)[0]
+    assert remat.validate(work, plan, device="cpu", repeats=1).passed
+
+
 @pytest.mark.parametrize("model", [Stack, pytest.param(Assigning, marks=pytest.mark.exhaustive)])
 def test_training_is_as_without_a_plan_and_bytes_are_counted(model: type[nn.Module]) -> None:
     plan = remat.plan(work := workload(model), budget="90%step", target="cpu", exact=True)
@@ -94,11 +121,13 @@ def test_training_is_as_without_a_plan_and_bytes_are_counted(model: type[nn.Modu
 def test_a_tensor_with_two_names_is_one_fake() -> None:
     def build() -> nn.Module:
         first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-        first.weight.itself = first.weight  # type: ignore[attr-defined]
-        second.weight.others = [first.weight]  # type: ignore[attr-defined]
+        one, other = cast(Any, first.weight), cast(Any, second.weight)
+        one.itself, one.half, other.other, one.circle = one, one.detach()[:1], one, [one]
+        one.circle.append(one.circle)
         return nn.Sequential(first, second)
 
     model, state = fake_model(build, StepFakes(), torch.device("cpu"), note=KnownValues().note_buffer)
     with state.borrowed():
-        one, other = (next(layer.parameters()) for layer in model.children())
-        assert one.itself is one and other.others == [one]  # type: ignore[attr-defined]
+        one, other = cast(Any, [next(layer.parameters()) for layer in model.children()])
+        assert one.itself is one and other.other is one
+        assert one.half.untyped_storage() is one.untyped_storage()

@@ -8,6 +8,7 @@ all that a step has, are described at once; everything else is described by torc
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -62,3 +63,10 @@ class StepFakes(FakeTensorMode):
             else:
                 return False
         return True
+
+
+@functools.cache
+def names_of_fakes() -> frozenset[str]:
+    """Return the attributes that torch gives every fake tensor, or a parameter that is one."""
+    with FakeTensorMode():
+        return frozenset(vars(torch.nn.Parameter(torch.empty(1))))

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from remat._torch.step_fakes import names_of_fakes
 
 HOLDERS = ("quant_state",)  # attributes of parameters that are objects which hold tensors
 
@@ -23,19 +24,25 @@ def is_quantized(parameter: torch.Tensor) -> bool:
     return any(hasattr(parameter, name) for name in HOLDERS)
 
 
-def tensors_beside(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that attributes of `parameter` hold."""
-    for name, value in vars(parameter).items():
-        if name in HOLDERS:
+def names_beside(tensor: torch.Tensor) -> list[str]:
+    """List the attributes of `tensor` that are not torch's own."""
+    return [name for name in vars(tensor) if name not in names_of_fakes()] if vars(tensor) else []
+
+
+def tensors_beside(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that are attributes of `tensor`, and those of its `HOLDERS`."""
+    for name in names_beside(tensor):
+        value = vars(tensor)[name]
+        if name in HOLDERS or isinstance(value, torch.Tensor):
             yield from _held(value)
-        else:
-            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def carry_over(tensor: torch.Tensor, twin: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Copy the attributes of `tensor` to `twin`, with `make` applied to tensors in them."""
-    for name, value in vars(tensor).items():
-        setattr(twin, name, _made_of(value, make) if name in HOLDERS else tree_map_only(torch.Tensor, make, value))
+    """Copy the attributes of `tensor` to `twin`, with `make` applied to those that are tensors."""
+    for name in names_beside(tensor):
+        value = vars(tensor)[name]
+        is_made = name in HOLDERS or isinstance(value, torch.Tensor)
+        vars(twin)[name] = _made_of(value, make) if is_made else value
 
 
 def _held(value: Any) -> Iterator[torch.Tensor]:

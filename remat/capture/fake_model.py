@@ -66,13 +66,28 @@ def fake_model(
             "`build` run the model once, on a batch of one sample."
         )
     fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original is kept: its id must stay its own
+    of_storages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def beside(tensor: torch.Tensor) -> torch.Tensor:
+        """Make a fake of an attribute of a tensor, on the same storage if the attribute is."""
+        if id(tensor) in fakes or tensor.layout is not torch.strided:
+            return fake(tensor)
+        base, made = of_storages.get(tensor.untyped_storage()._cdata, (None, None))
+        if base is None or made is None or base.storage_offset() or base.nbytes != tensor.untyped_storage().nbytes():
+            return fake(tensor)
+        with mode:
+            view = made.detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        fakes[id(tensor)] = (tensor, view)
+        return view
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
         if id(tensor) not in fakes:
             fakes[id(tensor)] = (tensor, made := _fake_like(tensor, mode, device))
-            carry_over(tensor, made, fake)
+            if tensor.layout is torch.strided:
+                of_storages.setdefault(tensor.untyped_storage()._cdata, fakes[id(tensor)])
+            carry_over(tensor, made, beside)
             note(made, tensor)
         return fakes[id(tensor)][1]
 

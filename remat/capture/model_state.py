@@ -39,6 +39,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from remat._torch.training import without_modes
+from remat.capture.beside_parameters import is_quantized, names_beside
 from remat.capture.cached_functions import CACHED, forget_fakes, forget_tensors
 from remat.capture.code_names import NamesOfModule, as_function, globals_in, modules_named
 from remat.capture.generators import KeptGenerator, generator_of, global_generators, let_be_put_back
@@ -305,10 +306,12 @@ class ModelState:
             found = itertools.chain(value.parameters(), () if self._data else value.buffers())
             self._beside |= {id(tensor) for tensor in found} - self._registered
         if isinstance(value, torch.Tensor):
-            self._tensors.append(KeptTensor(name, value, self._data and (self._copies_named or not self._is_aside)))
+            has_data = self._data and not value.is_meta and (self._copies_named or not self._is_aside)
+            self._tensors.append(KeptTensor(name, value, has_data))
             if self._is_aside:
                 self._aside.add(id(value))
-        elif (generator := generator_of(value)) is not None:
+            return self._beside_tensor(name, value)
+        if (generator := generator_of(value)) is not None:
             self._generators.append(generator)
             self.torch_generators += [value] if isinstance(value, torch.Generator) and not self._is_aside else []
         elif isinstance(value, (tuple, frozenset)):
@@ -355,6 +358,12 @@ class ModelState:
         self._code += ((kind.__qualname__, kind) for kind in kinds if id(kind) not in self._seen)
         self._seen |= {id(kind): kind for kind in kinds}
 
+    def _beside_tensor(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, Any]]:
+        """Collect the attributes of a tensor but for its own numbers, and scales that a library keeps."""
+        names = [] if is_quantized(tensor) else names_beside(tensor)
+        names = [each for each in names if not _is_alias(vars(tensor)[each], tensor)]
+        return self._held(Globals(name, vars(tensor), names)) if names else ()
+
     def _of_code(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         """Collect the state of a class, a method, a partial function, or a function."""
         if isinstance(value, CACHED):
@@ -390,6 +399,12 @@ class ModelState:
         known |= new
         yield from self._held(Globals(name, table, new))
         self._named_code += ((key, table[key]) for key in new if key in table and self._is_followed(table[key]))
+
+
+def _is_alias(value: Any, tensor: torch.Tensor) -> bool:
+    if not (isinstance(value, torch.Tensor) and value.layout is tensor.layout is torch.strided):
+        return False
+    return value.untyped_storage()._cdata == tensor.untyped_storage()._cdata
 
 
 class Numbers:
