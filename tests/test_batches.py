@@ -31,6 +31,12 @@ class Labelled:
     y: torch.Tensor
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class InSlots:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
 class Own:
     def __init__(self, x: torch.Tensor, y: torch.Tensor):
         self.x, self.inner = x, [{"y": y}]
@@ -45,6 +51,7 @@ class Mapped(dict[str, torch.Tensor]):
 Make = Callable[[torch.Tensor, torch.Tensor], Any]
 CONTAINERS: dict[str, Make] = {
     "dataclass": Labelled,
+    "slots": InSlots,
     "object": Own,
     "subclass-of-dict": lambda x, y: Mapped(x=x, y=y),
     "UserDict": lambda x, y: collections.UserDict(x=x, y=y),

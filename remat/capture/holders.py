@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from remat.capture.cached_functions import CACHED
 from remat.errors import CaptureError
+from remat.workload.held_outputs import slots_of
 
 NUMBER, TENSOR, GROWN, OTHER = "number", "tensor", "list", "other"  # kinds of changes; a list that has grown
 Change = tuple[str, str]  # its name and kind
@@ -103,13 +104,6 @@ def _is_state(value: Any) -> bool:
         return True
     is_code = isinstance(value, (*_CODE, types.ModuleType, str)) or hasattr(type(value), "__get__")
     return not is_code and not is_left_alone(value)
-
-
-@functools.cache
-def slots_of(kind: type) -> list[str]:
-    names = vars(kind).get("__slots__", ())
-    names = (names,) if isinstance(names, str) else names
-    return [name for name in names if isinstance(vars(kind).get(name), types.MemberDescriptorType)]
 
 
 class Holder:

@@ -64,9 +64,9 @@ from remat.capture.holders import (
     is_module_looked_into,
     is_own,
     joined,
-    slots_of,
 )
 from remat.capture.kept_tensors import KeptTensor, strided_parts
+from remat.workload.held_outputs import slots_of
 from remat.workload.workload import StepModule
 
 MOST_OBJECTS = 100_000  # that are looked into, of those that are reached through code

@@ -516,7 +516,8 @@ class _Validation:
             return distance
         self.notes.append(
             f"Gradients of the eager baseline differ between two runs by {noise.relative:.2g} of their largest value: "
-            f"kernels on this device are not deterministic. The planned step differs by {distance.relative:.2g}; "
+            "kernels on this device are not deterministic, or the step changes something that is not put back. The "
+            f"planned step differs by {distance.relative:.2g}; "
             f"up to {NOISE:g} times as much counts as equal."
         )
         return dataclasses.replace(distance, equal=distance.relative <= NOISE * noise.relative)

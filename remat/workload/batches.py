@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from remat._torch.training import give_version, is_wrapper, without_modes
-from remat.workload.held_outputs import DEEPEST, output_tensors
+from remat.workload.held_outputs import DEEPEST, fields_of, output_tensors
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
@@ -53,7 +53,7 @@ def _in_copies(given: Any, of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         if depth == DEEPEST or isinstance(value, (nn.Module, type)):
             return value
         inside = functools.partial(copied, depth=depth + 1)
-        attributes = getattr(value, "__dict__", {})
+        attributes = fields_of(value)
         if not isinstance(value, MutableMapping) and not tensors_of(attributes):
             return value
         try:
@@ -62,8 +62,13 @@ def _in_copies(given: Any, of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
             return value
         if isinstance(value, dict):
             container.update({key: tree_map(inside, inner) for key, inner in value.items()})
-        elif attributes:
-            vars(container).update({name: tree_map(inside, inner) for name, inner in vars(container).items()})
+            return container
+        own = getattr(container, "__dict__", {})
+        for name, inner in attributes.items():
+            if name in own:
+                own[name] = tree_map(inside, inner)
+            else:
+                object.__setattr__(container, name, tree_map(inside, inner))  # in a slot, of a frozen dataclass too
         return container
 
     return tree_map(copied, given)

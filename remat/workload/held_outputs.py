@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -237,8 +239,24 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (tuple, list)):
         fields = getattr(value, "_fields", None)
         yield from ((f".{fields[i]}" if fields else f"[{i}]", inner) for i, inner in enumerate(value))
-    elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):  # dataclasses, caches
-        yield from ((f".{field}", inner) for field, inner in vars(value).items())
+    else:
+        yield from ((f".{field}", inner) for field, inner in fields_of(value).items())
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of a dataclass or another object, those in slots too; none of a module or a class."""
+    if isinstance(value, (nn.Module, type)):
+        return {}
+    slots = (name for kind in type(value).__mro__ for name in slots_of(kind))
+    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
+
+
+@functools.cache
+def slots_of(kind: type) -> list[str]:
+    """List the slots of a class, by name."""
+    names = vars(kind).get("__slots__", ())
+    names = (names,) if isinstance(names, str) else names
+    return [name for name in names if isinstance(vars(kind).get(name), types.MemberDescriptorType)]
 
 
 def parameters_reached(model: nn.Module, outputs: Sequence[torch.Tensor]) -> frozenset[str]:
