@@ -106,11 +106,12 @@ def trainer(
     data: Any = None,
     collate: Any = None,
     evaluated: Any = None,
+    kind: Any = transformers.Trainer,
     **options: Any,
 ) -> Any:
     arguments = transformers.TrainingArguments(str(folder), **{**SETTINGS, **options})
     datasets = {"train_dataset": data or rows(), "eval_dataset": evaluated}
-    return transformers.Trainer(model or llama(), arguments, collate, **datasets, callbacks=list(callbacks))
+    return kind(model or llama(), arguments, collate, **datasets, callbacks=list(callbacks))
 
 
 def losses_of(made: Any) -> list[float]:
@@ -427,6 +428,153 @@ def test_what_a_loss_notes_in_the_state_of_a_trainer_while_it_is_planned_is_not_
     made.__class__ = Counting
     recorded(workload_of(made))
     assert not hasattr(made.state, "seen")
+
+
+# What a loss has beside the model
+
+
+def frozen(layers: int = 2) -> Any:
+    return llama(layers).eval().requires_grad_(False)
+
+
+TEACHER, CLASS_WEIGHTS = frozen(), torch.rand(VOCAB)
+
+
+class Distils(transformers.Trainer):  # type: ignore[name-defined]
+    """Compares its answers with those of the teachers that `taught_by` gives."""
+
+    def taught_by(self) -> list[Any]:
+        return []
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        loss = outputs.loss
+        for teacher in self.taught_by():
+            with torch.no_grad():
+                logits = teacher(**{name: inputs[name] for name in ("input_ids", "attention_mask")}).logits
+            loss = loss + self.distance(outputs.logits, logits)
+        return (loss, outputs) if return_outputs else loss
+
+    def distance(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.kl_div(logits.log_softmax(-1), target.softmax(-1), reduction="batchmean")
+
+
+class OfAttribute(Distils):
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.teacher = frozen()
+
+    def taught_by(self) -> list[Any]:
+        return [self.teacher]
+
+
+class OfReference(Distils):
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.ref_model = frozen()
+
+    def taught_by(self) -> list[Any]:
+        return [self.ref_model]
+
+
+class OfList(Distils):
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.ensemble = [frozen(1), frozen(1)]
+
+    def taught_by(self) -> list[Any]:
+        return self.ensemble
+
+
+class OfGlobal(Distils):
+    def taught_by(self) -> list[Any]:
+        return [TEACHER]
+
+
+class OfSharedWeights(OfAttribute):
+    """Its teacher has the embeddings of the model, which count once."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.teacher.model.embed_tokens = self.model.model.embed_tokens.requires_grad_(False)
+
+
+class OfWeightedClasses(Distils):
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.criterion, self.weights = nn.CrossEntropyLoss(weight=torch.rand(VOCAB)), torch.rand(VOCAB)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        logits, labels = model(**inputs).logits.flatten(0, 1), inputs["labels"].flatten()
+        by_weights = nn.functional.cross_entropy(logits, labels, weight=self.weights + CLASS_WEIGHTS)
+        return self.criterion(logits, labels) + by_weights
+
+
+def beside_bytes(made: Any) -> int:
+    """Count what a Trainer of the above has beside its model, apart from parts of the model."""
+    held = [getattr(made, name, None) for name in ("teacher", "ref_model", "criterion", "weights")]
+    held += [*getattr(made, "ensemble", []), TEACHER if isinstance(made, OfGlobal) else None]
+    held += [CLASS_WEIGHTS] if isinstance(made, OfWeightedClasses) else []
+    modules = [each for each in held if isinstance(each, nn.Module)]
+    tensors = [tensor for each in modules for tensor in (*each.parameters(), *each.buffers())]
+    tensors += [each for each in held if isinstance(each, torch.Tensor)]
+    models = {id(parameter) for parameter in made.model.parameters()}
+    return sum(each.nbytes for each in tensors if id(each) not in models)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [OfAttribute, OfReference, OfList, OfGlobal, OfSharedWeights, OfWeightedClasses],
+    ids=lambda kind: kind.__name__,
+)
+def test_what_a_loss_has_beside_the_model_counts_and_trains_alike(kind: Any, tmp_path: Path) -> None:
+    settings = {"bf16": True, "gradient_accumulation_steps": 2}
+
+    def make(*callbacks: Any) -> Any:
+        return trainer(tmp_path, *callbacks, kind=kind, model=llama(), data=rows(length=lambda i: 64), **settings)
+
+    plan = planned_trainer.plan_of(plain := make(), "80%step", tmp_path, time_limit=3)
+    expected, losses = losses_of(plain), []
+    planned = make(RematCallback(plan))
+    fixed = beside_bytes(planned) + sum(each.nbytes for each in (*planned.model.parameters(), *planned.model.buffers()))
+    peak = fixed + measure_peak(lambda: losses.extend(losses_of(planned)), CPU)
+    assert losses == expected and plan.regions
+    assert peak == pytest.approx(plan.predicted["peak_bytes"], rel=0.002)
+    assert all(map(torch.equal, plain.model.state_dict().values(), planned.model.state_dict().values()))
+
+
+def test_a_teacher_is_in_the_name_of_its_plan(tmp_path: Path) -> None:
+    class OfLayers(OfAttribute):
+        layers = 2
+
+        def __init__(self, *args: Any, **options: Any):
+            super().__init__(*args, **options)
+            self.teacher = frozen(self.layers)
+
+    plans = tmp_path / "plans"
+    for layers in (1, 2, 2):
+        OfLayers.layers = layers
+        planned_trainer.plan_of(trainer(tmp_path, kind=OfLayers), "90%step", plans, time_limit=1)
+    assert len([*plans.iterdir()]) == 2
+
+
+def test_planning_leaves_a_teacher_as_it_is(tmp_path: Path) -> None:
+    made = trainer(tmp_path, kind=OfAttribute)
+    before, attributes = dict(made.teacher.named_parameters()), set(vars(made.teacher))
+    remat.plan(workload_of(made), budget="90%step", target="cpu", loop=loop_of(made), time_limit=1)
+    assert set(vars(made.teacher)) == attributes
+    assert all(before[name] is parameter for name, parameter in made.teacher.named_parameters())
+
+
+def test_a_module_that_trains_beside_the_model_is_refused_by_name(tmp_path: Path) -> None:
+    made = trainer(tmp_path, kind=OfAttribute)
+    made.teacher.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"(?s)`requires_grad_\(False\)` \(weights may train in `self.teacher`\)"):
+        remat.plan(workload_of(made), budget="90%step")
 
 
 # The callback

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import inspect
 import json
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -32,6 +33,7 @@ from remat.evaluation.plan import Plan
 from remat.integrations.generated_batches import makes_batches
 from remat.integrations.generation_phases import phases_of, said_of
 from remat.integrations.modules_around import described
+from remat.integrations.trainer_beside import FUNCTIONS, described_beside
 from remat.integrations.trainer_workload import loop_of, workload_of
 from remat.recording.remedies import describe
 from remat.units import gib
@@ -159,6 +161,7 @@ def _key(trainer: Any, workload: Workload, asked: dict[str, Any]) -> str:
     from remat.capture.circumstances import state_of, versions
     from remat.execution.kernel_settings import kernel_settings
 
+    beside = cast(functools.partial[torch.Tensor], workload.step).keywords["beside"]
     args = {n: v for n, v in trainer.args.to_dict().items() if not n.startswith(_IRRELEVANT_ARGUMENTS)}
     known = {
         "asked": asked,
@@ -171,8 +174,9 @@ def _key(trainer: Any, workload: Workload, asked: dict[str, Any]) -> str:
         "parameters": [(n, list(p.shape), str(p.dtype), p.requires_grad) for n, p in trainer.model.named_parameters()],
         "batch": tree_map_only(torch.Tensor, _described, workload.batch(workload.batch_size, workload.seq_len)),
         "loop": dataclasses.asdict(loop_of(trainer)),  # its ranks are no arguments
-        "loss": _source(type(trainer).compute_loss) + _source(trainer.compute_loss_func),
+        "loss": [*map(_source, (type(trainer).compute_loss, trainer.compute_loss_func, *beside[FUNCTIONS]))],
         "around": described(trainer),
+        "beside": described_beside(workload.step, beside),
         "optimizer": _optimizer(workload),
         "autocast": str(workload.autocast),
         "args": args,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
-from remat.execution.accelerate_autocast import autocast_of
+from remat.execution.accelerate_autocast import autocast_of, is_under_autocast
 from remat.integrations.settings import outputs_in_fp32
 from remat.integrations.trainer_model import copy_of_model, real
 from remat.workload.reference import call_reference
@@ -50,10 +48,20 @@ class Reference:
         return functional_call(self._model, self._tensors, args, kwargs)
 
 
-def bare_reference(trainer: Any) -> Callable[[dict[str, torch.Tensor]], Reference] | None:
-    """Return a function that makes the reference model of `trainer`, with shapes only, from its tensors in a batch."""
-    if (found := reference_of(trainer)) is None:
-        return None
-    with real(), torch.device("meta"):
-        bare = copy_of_model(found).train(found.training)
-    return functools.partial(Reference, bare, autocast_of(trainer.accelerator, found))
+class BareReference:
+    """Makes the reference model of `trainer`, with shapes only, from its tensors in a batch, which alone count."""
+
+    def __init__(self, trainer: Any, reference: nn.Module):
+        with real(), torch.device("meta"):
+            self._bare = copy_of_model(reference).train(reference.training)
+        is_prepared = is_under_autocast(reference)  # as Trainers of TRL do it; training prepares the model alone
+        self._autocast = autocast_of(trainer.accelerator, reference) if is_prepared else None
+
+    def __call__(self, tensors: dict[str, torch.Tensor]) -> Reference:
+        return Reference(self._bare, self._autocast, tensors)
+
+
+def bare_reference(trainer: Any) -> BareReference | None:
+    """Return a maker of the reference model of `trainer`, if it has one."""
+    found = reference_of(trainer)
+    return None if found is None else BareReference(trainer, found)

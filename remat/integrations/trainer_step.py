@@ -69,14 +69,14 @@ def hooks_too(context: Callable[[], contextlib.AbstractContextManager[Any]], ans
 def stand_in_of(trainer: Any, model: nn.Module) -> Any:
     """Copy `trainer` with another model and with own copies of its running notes."""
     made = copy.copy(trainer)
-    made.__dict__.update({name: copy.deepcopy(value) for name, value in vars(trainer).items() if _is_notes(value)})
+    made.__dict__.update({name: copy.deepcopy(value) for name, value in vars(trainer).items() if is_notes(value)})
     made.state = dataclasses.replace(trainer.state)  # without notes beside its fields (axolotl's tokens)
     made.model = made.model_wrapped = model
     made.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     return made
 
 
-def _is_notes(value: Any) -> bool:
+def is_notes(value: Any) -> bool:
     """Return whether `value` is a container of nothing but containers, numbers and text."""
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
@@ -84,7 +84,7 @@ def _is_notes(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str, type(None))) or _is_notes(value)
+    return isinstance(value, (bool, int, float, str, type(None))) or is_notes(value)
 
 
 class _Answers(UnseenMode):

@@ -14,7 +14,8 @@ Rule 2  The batch is the largest that is in sight: the longest rows of those loo
 Rule 3  Accelerate runs the model's forward under autocast, and nothing else of the step, and hands out fp32. Copies
         of weights that autocast keeps go when that forward ends, and not with the step.
 Rule 4  A reference model (DPO's `ref_model`) is there before the step, as the batch is: its tensors are a part of it.
-        So are those of modules that hold the model (`modules_around.py`: the losses of sentence-transformers).
+        So are those of modules that hold the model (`modules_around.py`: the losses of sentence-transformers). What
+        else the loss has beside the model (`trainer_beside.py`: a teacher) is followed, as for any step.
 Rule 5  Trainers read numbers off tensors for their logs, and pick elements by a mask. Outside of the model's forward
         the number is one while planning, unless it is known, and the mask picks all; inside, both are errors as ever.
 """
@@ -23,7 +24,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,8 +36,9 @@ from remat.errors import UsageError
 from remat.execution.accelerate_autocast import autocast_of
 from remat.integrations.generated_batches import makes_batches, refuse_unknown_batches
 from remat.integrations.modules_around import around
+from remat.integrations.trainer_beside import ATTRIBUTES, Beside, as_references, beside, refusing_others
 from remat.integrations.trainer_model import copy_of_model, own_checkpointing
-from remat.integrations.trainer_reference import AROUND, REFERENCE, Reference, bare_reference, reference_of
+from remat.integrations.trainer_reference import AROUND, REFERENCE, BareReference, bare_reference, reference_of
 from remat.integrations.trainer_rows import Batch, TrainerRows
 from remat.integrations.trainer_step import as_in_training, hooks_too, stand_in_of
 from remat.workload.optimizers import MakeOptimizer
@@ -71,7 +72,7 @@ def workload_of(trainer: Any) -> Workload:
         name=f"{type(trainer).__name__} of {type(trainer.model).__name__}",
         build=functools.partial(copy_of_model, trainer.model, checkpoints=not checkpoints),
         batch=rows.batch,
-        step=functools.partial(_step, trainer, autocast, bare_reference(trainer)),
+        step=functools.partial(_step, trainer, autocast, bare_reference(trainer), beside=beside(trainer)),
         batch_size=rows.batch_size,
         seq_len=rows.length,
         optimizer=_optimizer_of(trainer),
@@ -145,16 +146,25 @@ def _refuse(trainer: Any) -> None:
 def _step(
     trainer: Any,
     autocast: torch.dtype | None,
-    reference: Callable[[dict[str, torch.Tensor]], Reference] | None,
+    reference: BareReference | None,
     model: nn.Module,
     batch: Batch,
+    *,
+    beside: Beside,
 ) -> torch.Tensor:
     """Compute the loss as the Trainer does; serves as Workload.step."""
     stand_in = stand_in_of(trainer, model)
-    vars(stand_in).update(around(trainer, model, batch.get(AROUND, {})))
+    vars(stand_in).update(beside[ATTRIBUTES])
+    copies = around(trainer, model, batch.get(AROUND, {}))
+    vars(stand_in).update(copies)
     if reference is not None:
         stand_in.ref_model = reference(batch[REFERENCE])
-    with as_in_training(model, autocast) as answers, hooks_too(lambda: as_in_training(model, autocast), answers):
+    with (
+        refusing_others(type(trainer).__name__, beside),
+        as_references(beside, copies),
+        as_in_training(model, autocast) as answers,
+        hooks_too(lambda: as_in_training(model, autocast), answers),
+    ):
         loss = stand_in.compute_loss(model, dict(batch["inputs"]), num_items_in_batch=batch["items"])
         return loss if _is_scaled(trainer, batch) else loss / trainer.args.gradient_accumulation_steps
 
