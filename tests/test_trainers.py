@@ -488,6 +488,22 @@ class OfList(Distils):
         return self.ensemble
 
 
+class Ensemble:
+    """An object that holds teachers."""
+
+    def __init__(self) -> None:
+        self.first, self.others = frozen(1), {"second": frozen(1)}
+
+    def __call__(self) -> list[Any]:
+        return [self.first, *self.others.values()]
+
+
+class OfObject(Distils):
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.taught_by = Ensemble()  # type: ignore[method-assign]
+
+
 class OfGlobal(Distils):
     def taught_by(self) -> list[Any]:
         return [TEACHER]
@@ -517,6 +533,7 @@ class OfWeightedClasses(Distils):
 def beside_bytes(made: Any) -> int:
     """Count what a Trainer of the above has beside its model, apart from parts of the model."""
     held = [getattr(made, name, None) for name in ("teacher", "ref_model", "criterion", "weights")]
+    held += made.taught_by() if isinstance(made, OfObject) else []
     held += [*getattr(made, "ensemble", []), TEACHER if isinstance(made, OfGlobal) else None]
     held += [CLASS_WEIGHTS] if isinstance(made, OfWeightedClasses) else []
     modules = [each for each in held if isinstance(each, nn.Module)]
@@ -528,7 +545,7 @@ def beside_bytes(made: Any) -> int:
 
 @pytest.mark.parametrize(
     "kind",
-    [OfAttribute, OfReference, OfList, OfGlobal, OfSharedWeights, OfWeightedClasses],
+    [OfAttribute, OfReference, OfList, OfObject, OfGlobal, OfSharedWeights, OfWeightedClasses],
     ids=lambda kind: kind.__name__,
 )
 def test_what_a_loss_has_beside_the_model_counts_and_trains_alike(kind: Any, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from remat.capture.code_names import attributes_in, globals_in
+from remat.capture.holders import FUNCTIONS as CALLED
 from remat.capture.holders import is_left_alone, is_looked_into
 from remat.capture.model_state import ModelState
 from remat.errors import UsageError
@@ -122,7 +123,7 @@ def _may_be_state(name: str, value: Any) -> bool:
         return value is not None
     if isinstance(value, (torch.Tensor, dict, list, tuple)):
         return True
-    return is_looked_into(value if callable(value) and hasattr(value, "__module__") else type(value), ())
+    return is_looked_into(value if isinstance(value, CALLED) else type(value), ())
 
 
 def _modules_in(value: Any) -> Iterator[nn.Module]:
@@ -135,8 +136,10 @@ def _modules_in(value: Any) -> Iterator[nn.Module]:
 
 
 def _references_in(beside: Beside) -> Iterator[nn.Module]:
-    """Yield frozen modules: the attributes, and what functions name or close over."""
+    """Yield frozen modules: the attributes, those that objects hold, and what functions name or close over."""
     values = [*beside[ATTRIBUTES].values(), *beside[FUNCTIONS]]
+    objects = [getattr(value, "__self__", value) for value in values]
+    values += [each for value in objects if is_looked_into(type(value), ()) for each in _attributes_of(value)]
     for value in list(values):
         function = _function_of(value)
         if function is not None:
@@ -145,6 +148,10 @@ def _references_in(beside: Beside) -> Iterator[nn.Module]:
         if isinstance(value, functools.partial):
             values += [*value.args, *value.keywords.values()]
     yield from _frozen_in(values)
+
+
+def _attributes_of(value: Any) -> list[Any]:
+    return [] if isinstance(value, nn.Module) else list(getattr(value, "__dict__", {}).values())
 
 
 def _frozen_in(values: Any) -> Iterator[nn.Module]:
