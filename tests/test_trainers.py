@@ -346,6 +346,20 @@ def test_a_trainer_that_makes_its_batches_in_an_unknown_way_is_refused_by_name(t
         workload_of(made)
 
 
+class OnPolicy(transformers.Trainer):  # type: ignore[name-defined]
+    """Generates in its step, as TRL's GKDTrainer does."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        inputs["input_ids"] = model.generate(inputs["input_ids"])
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def test_a_trainer_that_generates_in_its_step_is_refused_by_name(tmp_path: Path) -> None:
+    made = trainer(tmp_path, kind=OnPolicy)
+    with pytest.raises(UsageError, match=r"OnPolicy makes the batches .* not as GRPOTrainer does: .* a Workload"):
+        workload_of(made)
+
+
 def test_an_optimizer_made_of_the_model_is_refused_by_name(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     made.optimizer_cls_and_kwargs = (torch.optim.SGD, {"params": []})

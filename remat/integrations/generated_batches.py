@@ -11,12 +11,14 @@ One completion is a token shorter than the others: batches of generated text are
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from remat.capture.code_names import attributes_in
 from remat.errors import UsageError
 from remat.integrations.one_process import one_process
 
@@ -30,7 +32,10 @@ _INSTEAD = "plan with a Workload whose batch is of the longest lengths, and give
 def makes_batches(trainer: Any) -> bool:
     """Return whether the Trainer itself, not its collator, makes the batches for its loss."""
     own = getattr(type(trainer), "_prepare_inputs", None)
-    return own is not None and not str(own.__module__).startswith("transformers.")
+    if own is not None and not str(own.__module__).startswith("transformers."):
+        return True
+    step = inspect.unwrap(type(trainer).training_step)  # of GKD generates, and then computes the loss
+    return isinstance(step, types.FunctionType) and any("generate" in name for name in attributes_in(step.__code__))
 
 
 def reward_models(trainer: Any) -> list[nn.Module]:
