@@ -16,6 +16,8 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from remat._torch.training import without_modes
+
 _KEY: Any = getattr(fake_tensor, "_DispatchCacheKey", None)  # without it, and without the method, torch's key is used
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 
@@ -68,5 +70,5 @@ class StepFakes(FakeTensorMode):
 @functools.cache
 def names_of_fakes() -> frozenset[str]:
     """Return the attributes that torch gives every fake tensor, or a parameter that is one."""
-    with FakeTensorMode():
-        return frozenset(vars(torch.nn.Parameter(torch.empty(1))))
+    with without_modes(), FakeTensorMode():
+        return frozenset(vars(torch.nn.Parameter(torch.empty(1, device="cpu"))))
