@@ -139,6 +139,7 @@ class AllSkipping(Skipping):
 
 
 def test_a_forward_that_no_layer_is_left_of_is_no_fault_of_the_loss() -> None:
+    random.seed(0)  # of other numbers, the first forwards may have no layer at all
     with pytest.raises(CaptureError, match=r"are two graphs \(one gives no loss that has a gradient\)") as caught:
         recorded(workload(READS["random"], AllSkipping))
     assert "must return the loss" not in str(caught.value)
