@@ -136,8 +136,10 @@ class Holder:
         self._held[key] = value
 
     def is_whole(self, names: Container[str], *, numbers: bool = True) -> bool:
-        """Return whether this is a list or a set of one of the `names`; of `numbers` alone."""
-        return False
+        """Return whether this is a list, a dictionary or a set of one of the `names`; of `numbers` alone."""
+        if not self.has_length or self.name not in names:
+            return False
+        return not numbers or all(isinstance(each, NUMBERS) for each in self.was.values())
 
     def put_back(self) -> None:
         gone_on = {key: copy.copy(it) for key, it in self._iterators.items() if not _is_at(self._held_at(key), it)}
@@ -334,9 +336,6 @@ class _Dict(Holder):
     def named(self, key: Any) -> str:
         return f"{self.name}[{key!r}]"
 
-    def is_whole(self, names: Container[str], *, numbers: bool = True) -> bool:
-        return self.name in names and _are_numbers(self.was.values(), numbers)
-
     def changes(self) -> Iterator[Change]:
         yield from super().changes()
         now = self.read()
@@ -344,18 +343,11 @@ class _Dict(Holder):
             yield self.name, OTHER
 
 
-def _are_numbers(values: Iterable[Any], is_asked: bool) -> bool:
-    return not is_asked or all(isinstance(each, NUMBERS) for each in values)
-
-
 class _List(Holder):
     """A list or a deque."""
 
     has_length = True
     __slots__ = ()
-
-    def is_whole(self, names: Container[str], *, numbers: bool = True) -> bool:
-        return self.name in names and _are_numbers(self.was.values(), numbers)
 
     def put(self, key: Any, value: Any) -> None:
         if key < len(self._held):
@@ -383,9 +375,6 @@ class _List(Holder):
 class _Set(Holder):
     has_length = True
     __slots__ = ()
-
-    def is_whole(self, names: Container[str], *, numbers: bool = True) -> bool:
-        return self.name in names and _are_numbers(self.was, numbers)
 
     def put(self, key: Any, value: Any) -> None:
         self._held.add(value)

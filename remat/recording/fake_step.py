@@ -88,9 +88,9 @@ class FakeStep:
     loop       the training loop around forward and backward, which may change between records; its shards are not run,
                see `sharding.py`
     graphs     its captured graphs; `prepare` changes each before it first runs in an autocast dtype (for its kernels)
-    contexts   in which its parts run; `elsewhere` is the device whose kernels run and for which the forward is
-               captured, if that is not `device`, and `recompute_context` the emulated cache of weight casts, if kernels
-               are substituted
+    contexts   in which its parts run. Arguments are `elsewhere`, the device whose kernels run and for which the forward
+               is captured, if that is not `device`, and `recompute_context`: the emulated cache of weight casts, if
+               kernels are substituted
     trails         of the captured forwards that ran so far under the same answers
     early          how the first steps differ; known once one has run
     held_numbers   values of the model's counters at the beginning of a step, so that no new value is traced anew; lists
